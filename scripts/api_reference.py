@@ -63,82 +63,84 @@ def reference(source: Path = ROOT / "proto") -> str:
     """Returns the whole page.  Raises subprocess.CalledProcessError for invalid files."""
     buf = Path(sys.executable).with_name("buf")
     done = subprocess.run([buf, "build", source, "-o", "-"], check=True, stdout=subprocess.PIPE)
-    files = [_File(file) for file in _of_services(FileDescriptorSet.FromString(done.stdout))]
+    files = [_File(file) for file in _service_files(FileDescriptorSet.FromString(done.stdout))]
     lines = [*_HEAD.splitlines(), ""]
-    for found in files:
-        lines += _services(found)
-    for found in files:
-        lines += _types(found)
+    for proto_file in files:
+        lines += _services(proto_file)
+    for proto_file in files:
+        lines += _types(proto_file)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
 
-def _of_services(found: FileDescriptorSet) -> list[FileDescriptorProto]:
+def _service_files(descriptor_set: FileDescriptorSet) -> list[FileDescriptorProto]:
     """Returns the files with services and those that they import, in this order, by name.
 
     The format of recordings is in a file that no service imports.
     """
-    services = [file for file in found.file if file.service]
+    services = [file for file in descriptor_set.file if file.service]
     imported = {name for file in services for name in file.dependency}
-    others = [file for file in found.file if file.name in imported and not file.service]
-    return sorted(services, key=_by_name) + sorted(others, key=_by_name)
+    imported_files = [
+        file for file in descriptor_set.file if file.name in imported and not file.service
+    ]
+    return sorted(services, key=_by_name) + sorted(imported_files, key=_by_name)
 
 
 def _by_name(file: FileDescriptorProto) -> str:
     return file.name
 
 
-def _services(found: _File) -> Iterator[str]:
-    for i, service in enumerate(found.file.service):
-        yield from (f"## {service.name}", "", *_prose(found.comment(_SERVICES, i)), "")
+def _services(proto_file: _File) -> Iterator[str]:
+    for i, service in enumerate(proto_file.file.service):
+        yield from (f"## {service.name}", "", *_prose(proto_file.comment(_SERVICES, i)), "")
         for j, method in enumerate(service.method):
             yield from (f"### {service.name}.{method.name}", "", _signature(method), "")
-            yield from (*_prose(found.comment(_SERVICES, i, _METHODS, j)), "")
+            yield from (*_prose(proto_file.comment(_SERVICES, i, _METHODS, j)), "")
 
 
 def _signature(method: MethodDescriptorProto) -> str:
-    asks = "stream of " * method.client_streaming + _named(method.input_type)
-    answers = "stream of " * method.server_streaming + _named(method.output_type)
+    asks = "stream of " * method.client_streaming + _type_link(method.input_type)
+    answers = "stream of " * method.server_streaming + _type_link(method.output_type)
     return f"{asks} → {answers}"
 
 
-def _types(found: _File) -> Iterator[str]:
-    file = found.file
+def _types(proto_file: _File) -> Iterator[str]:
+    file = proto_file.file
     if file.message_type or file.enum_type:
         name = file.name.rpartition("/")[2]
         yield from (f"## Messages of {name}", "")
     for i, message in enumerate(file.message_type):
-        yield from _message(found, message, "", _MESSAGES, i)
+        yield from _message(proto_file, message, "", _MESSAGES, i)
     for i, enum in enumerate(file.enum_type):
-        yield from _enum(found, enum, "", _ENUMS, i)
+        yield from _enum(proto_file, enum, "", _ENUMS, i)
 
 
-def _message(found: _File, message: DescriptorProto, outer: str, *path: int) -> Iterator[str]:
+def _message(proto_file: _File, message: DescriptorProto, outer: str, *path: int) -> Iterator[str]:
     name = f"{outer}{message.name}"
-    yield from (f"### {name}", "", *_prose(found.comment(*path)), "")
+    yield from (f"### {name}", "", *_prose(proto_file.comment(*path)), "")
     if message.field:
         yield from ("| field | type | meaning |", "|---|---|---|")
     for k, field in enumerate(message.field):
-        meaning = _cell(found.comment(*path, _FIELDS, k))
+        meaning = _cell(proto_file.comment(*path, _FIELDS, k))
         yield f"| `{field.name}` | {_type(field, message)} | {meaning} |"
     yield "" if message.field else "It has no fields."
     yield ""
     for k, nested in enumerate(message.nested_type):
-        yield from _message(found, nested, f"{name}.", *path, _NESTED, k)
+        yield from _message(proto_file, nested, f"{name}.", *path, _NESTED, k)
     for k, enum in enumerate(message.enum_type):
-        yield from _enum(found, enum, f"{name}.", *path, _NESTED_ENUMS, k)
+        yield from _enum(proto_file, enum, f"{name}.", *path, _NESTED_ENUMS, k)
 
 
-def _enum(found: _File, enum: EnumDescriptorProto, outer: str, *path: int) -> Iterator[str]:
-    yield from (f"### {outer}{enum.name}", "", *_prose(found.comment(*path)), "")
+def _enum(proto_file: _File, enum: EnumDescriptorProto, outer: str, *path: int) -> Iterator[str]:
+    yield from (f"### {outer}{enum.name}", "", *_prose(proto_file.comment(*path)), "")
     yield from ("| value | number | meaning |", "|---|---|---|")
     for k, value in enumerate(enum.value):
-        meaning = _cell(found.comment(*path, _VALUES, k))
+        meaning = _cell(proto_file.comment(*path, _VALUES, k))
         yield f"| `{value.name}` | {value.number} | {meaning} |"
     yield ""
 
 
 def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
-    name = _named(field.type_name) if field.type_name else _SCALARS[field.type]
+    name = _type_link(field.type_name) if field.type_name else _SCALARS[field.type]
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
         return f"list of {name}"
     if field.proto3_optional:
@@ -148,7 +150,7 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     return name
 
 
-def _named(full_name: str) -> str:
+def _type_link(full_name: str) -> str:
     """Returns the name of a type of the contract, linked to its section."""
     name = full_name.removeprefix(_PACKAGE)
     return f"[{name}](#{name.replace('.', '').lower()})"
@@ -162,14 +164,14 @@ def _prose(comment: Iterable[str]) -> Iterator[str]:
             paragraph.append(line)
             continue
         if paragraph:
-            yield from _wrapped(" ".join(paragraph))
+            yield from _wrap(" ".join(paragraph))
             yield ""
             paragraph = []
         if line:
             yield from ("```text", line.strip(), "```", "")
 
 
-def _wrapped(text: str) -> Iterator[str]:
+def _wrap(text: str) -> Iterator[str]:
     head, *statuses = re.split(rf"(?:^|(?<=\. ))(?=(?:{_STATUS}): )", _plain(text))
     if head.strip():
         yield from _fill(head.strip(), "")

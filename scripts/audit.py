@@ -17,40 +17,41 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "lock"
 
 VULNERABLE = 1
-NOT_ASKED = 3
+NOT_AUDITED = 3
 
 
 @dataclass
 class Findings:
     """What the locks' audits found.
 
-    asked: number of packages that were audited.  known: one line for each vulnerability.  silent:
-    names of packages that pip-audit skipped.
+    audited_count: number of packages that were audited.  vulnerabilities: one line for each
+    vulnerability.  skipped: names of packages that pip-audit skipped.
     """
 
-    asked: int = 0
-    known: list[str] = field(default_factory=list)
-    silent: list[str] = field(default_factory=list)
+    audited_count: int = 0
+    vulnerabilities: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def add(self, answer: dict[str, Any]) -> None:
         """Adds pip-audit's JSON answer for one lock."""
         for package in answer["dependencies"]:
             if "skip_reason" in package:
-                self.silent.append(package["name"])
+                self.skipped.append(package["name"])
                 continue
-            self.asked += 1
-            for found in package["vulns"]:
-                fixed = ", ".join(found["fix_versions"]) or "no version yet"
-                self.known.append(
-                    f"{package['name']} {package['version']}: {found['id']}, fixed in {fixed}"
+            self.audited_count += 1
+            for vulnerability in package["vulns"]:
+                fixed = ", ".join(vulnerability["fix_versions"]) or "no version yet"
+                self.vulnerabilities.append(
+                    f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in "
+                    f"{fixed}"
                 )
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """The exit code of the command."""
-        if self.known:
+        if self.vulnerabilities:
             return VULNERABLE
-        return NOT_ASKED if self.silent or not self.asked else 0
+        return NOT_AUDITED if self.skipped or not self.audited_count else 0
 
 
 def audit(lock: Path) -> dict[str, Any] | str:
@@ -76,20 +77,20 @@ def main() -> int:
         answer = audit(lock)
         if isinstance(answer, str):
             print(f"audit: {lock.name} could not be audited: {answer}", file=sys.stderr)
-            return NOT_ASKED
+            return NOT_AUDITED
         findings.add(answer)
-    for line in findings.known:
+    for line in findings.vulnerabilities:
         print(f"audit: {line}", file=sys.stderr)
-    if findings.silent:
+    if findings.skipped:
         print(
             f"audit: NOT AUDITED: the advisories' service did not answer for "
-            f"{len(findings.silent)} packages ({', '.join(sorted(set(findings.silent)))}). "
+            f"{len(findings.skipped)} packages ({', '.join(sorted(set(findings.skipped)))}). "
             "Check that it can be reached from here.",
             file=sys.stderr,
         )
-    if findings.code == 0:
-        print(f"audit: no known vulnerability in {findings.asked} pinned packages")
-    return findings.code
+    if findings.exit_code == 0:
+        print(f"audit: no known vulnerability in {findings.audited_count} pinned packages")
+    return findings.exit_code
 
 
 if __name__ == "__main__":

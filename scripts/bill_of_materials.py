@@ -78,20 +78,20 @@ class Part:
     kind: str = "pypi"
 
 
-def locked(path: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def read_lock(path: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yields the name, the version and the SHA-256 of the files of every package in a lock."""
     for line in path.read_text().replace("\\\n", " ").splitlines():
-        if found := re.match(r"([a-z0-9.-]+)==(\S+)", line):
-            yield found[1], found[2], tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", line))
+        if match := re.match(r"([a-z0-9.-]+)==(\S+)", line):
+            yield match[1], match[2], tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", line))
 
 
-def parts(*locks: Path) -> list[Part]:
+def read_parts(*locks: Path) -> list[Part]:
     """Reads locks, and the metadata of their packages from this environment.
 
     Raises BillError for packages that are not installed here in the locked version.
     """
-    found, faults = [], []
-    pins = sorted({pin for path in locks for pin in locked(path)})
+    packages, faults = [], []
+    pins = sorted({pin for path in locks for pin in read_lock(path)})
     names = {name for name, _, _ in pins}
     for name, version, hashes in pins:
         try:
@@ -109,53 +109,62 @@ def parts(*locks: Path) -> list[Part]:
             for requirement in requirements
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         }
-        found.append(Part(name, version, hashes, licence(distribution), tuple(sorted(needs))))
+        packages.append(Part(name, version, hashes, licence(distribution), tuple(sorted(needs))))
     if faults:
         raise BillError("\n".join(faults))
-    return found
+    return packages
 
 
-def vendored(folder: Path = VENDORED) -> list[Part]:
+def read_vendored(folder: Path = VENDORED) -> list[Part]:
     """Reads the packages whose files lie in the page's folder.
 
     Raises BillError for a package without its licence text, and for a file that is not the one in
     its list of SHA-256.
     """
-    found, faults = [], []
+    packages, faults = [], []
     for path in sorted(path.parent for path in folder.glob("*/package.json")):
         lines = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
         sums = {name: digest for digest, name in lines}
-        held = {
+        digests = {
             file.name: hashlib.sha256(file.read_bytes()).hexdigest()
             for file in path.iterdir()
             if file.name != "SHA256SUMS"
         }
         faults += [
             f"{path.name}: {name} is not the file that SHA256SUMS names"
-            for name in sorted(sums.keys() | held.keys())
-            if sums.get(name) != held.get(name)
+            for name in sorted(sums.keys() | digests.keys())
+            if sums.get(name) != digests.get(name)
         ]
-        if "LICENSE" not in held:
+        if "LICENSE" not in digests:
             faults.append(f"{path.name}: there is no LICENSE")
-        about = json.loads((path / "package.json").read_text())
-        hashes = tuple(sorted(held.values()))
-        found.append(Part(about["name"], about["version"], hashes, about["license"], (), "npm"))
+        package_info = json.loads((path / "package.json").read_text())
+        hashes = tuple(sorted(digests.values()))
+        packages.append(
+            Part(
+                package_info["name"],
+                package_info["version"],
+                hashes,
+                package_info["license"],
+                (),
+                "npm",
+            )
+        )
     if faults:
         raise BillError("\n".join(faults))
-    return found
+    return packages
 
 
 def licence(distribution: importlib.metadata.Distribution) -> str:
     """Returns the SPDX expression, or the authors' text; "" if the metadata has no licence."""
 
-    def said(field: str) -> list[str]:
+    def read_field(field: str) -> list[str]:
         return distribution.metadata.get_all(field) or []
 
-    if expressions := said("License-Expression"):
+    if expressions := read_field("License-Expression"):
         return expressions[0]
     titles = [
-        line.removeprefix(_CLASSIFIER) for line in said("Classifier") if _CLASSIFIER in line
-    ] or said("License")
+        line.removeprefix(_CLASSIFIER) for line in read_field("Classifier") if _CLASSIFIER in line
+    ] or read_field("License")
     return " AND ".join(_TITLES.get(title, title) for title in titles)
 
 
@@ -167,7 +176,9 @@ def is_allowed(expression: str) -> bool:
         return False
     if parsed is None:
         return False
-    allowed = {it: _SPDX.TRUE if str(it) in ALLOWED else _SPDX.FALSE for it in parsed.symbols}
+    allowed = {
+        symbol: _SPDX.TRUE if str(symbol) in ALLOWED else _SPDX.FALSE for symbol in parsed.symbols
+    }
     return bool(parsed.subs(allowed).simplify() == _SPDX.TRUE)
 
 
@@ -187,13 +198,13 @@ def licences(bill: Sequence[Part]) -> str:
 def sbom(bill: Sequence[Part]) -> str:
     """Returns CycloneDX 1.6 JSON, the same at every call.  Raises BillError if it is not valid."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    whole = _component(
+    product = _component(
         Part(project["name"], controller.__version__, (), project["license"], ()),
         ComponentType.APPLICATION,
     )
     components = {part.name: _component(part, ComponentType.LIBRARY) for part in bill}
     bom = Bom(components=components.values())
-    bom.metadata.component = whole
+    bom.metadata.component = product
     # By default a random number and the present time: two bills of the same lock would differ.
     bom.serial_number = None  # type: ignore[assignment]
     bom.metadata.timestamp = None  # type: ignore[assignment]
@@ -201,7 +212,7 @@ def sbom(bill: Sequence[Part]) -> str:
         bom.register_dependency(components[part.name], [components[name] for name in part.needs])
     direct = [canonicalize_name(Requirement(text).name) for text in project["dependencies"]]
     carried = [part.name for part in bill if part.kind == "npm"]
-    bom.register_dependency(whole, [components[name] for name in sorted({*direct, *carried})])
+    bom.register_dependency(product, [components[name] for name in sorted({*direct, *carried})])
     text = str(JsonV1Dot6(bom).output_as_string(indent=2))
     if error := JsonStrictValidator(JsonV1Dot6(bom).schema_version).validate_str(text):
         raise BillError(f"not valid: {error}")
@@ -237,9 +248,11 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.what == "sbom":
-            text = sbom([*parts(LOCKS / "sidecar.txt"), *vendored()])
+            text = sbom([*read_parts(LOCKS / "sidecar.txt"), *read_vendored()])
         else:
-            text = licences([*parts(LOCKS / "sidecar.txt", LOCKS / "engine.txt"), *vendored()])
+            text = licences(
+                [*read_parts(LOCKS / "sidecar.txt", LOCKS / "engine.txt"), *read_vendored()]
+            )
     except BillError as error:
         print(f"{options.what}: {error}", file=sys.stderr)
         return 1

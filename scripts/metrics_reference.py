@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from controller.service.metrics.engines import DECISION, ESTIMATES, LEARNING, LINK, STEPS
-from controller.service.metrics.family import Family
-from controller.service.metrics.sidecar import OF_THE_SIDECAR
+from controller.service.metrics.engines import (
+    DECISION_FAMILIES,
+    ESTIMATE_FAMILIES,
+    LEARNING_FAMILIES,
+    LINK_FAMILIES,
+    STEP_FAMILIES,
+)
+from controller.service.metrics.family import MetricFamily
+from controller.service.metrics.sidecar import SIDECAR_FAMILIES
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -241,20 +247,20 @@ _QUERIES = (
     ),
 )
 
-_SECTIONS: tuple[tuple[str, bool, tuple[Family[Any], ...]], ...] = (
-    ("Decision", True, DECISION),
-    ("Estimates against reality", True, ESTIMATES),
-    ("Steps", True, STEPS),
-    ("Link and lease", True, LINK),
-    ("A drafter that learns", True, LEARNING),
-    ("The sidecar", False, OF_THE_SIDECAR),
+_SECTIONS: tuple[tuple[str, bool, tuple[MetricFamily[Any], ...]], ...] = (
+    ("Decision", True, DECISION_FAMILIES),
+    ("Estimates against reality", True, ESTIMATE_FAMILIES),
+    ("Steps", True, STEP_FAMILIES),
+    ("Link and lease", True, LINK_FAMILIES),
+    ("A drafter that learns", True, LEARNING_FAMILIES),
+    ("The sidecar", False, SIDECAR_FAMILIES),
 )
 
 
 def reference() -> str:
     """Returns the whole page."""
     lines = [_HEAD, "| question | query |", "|---|---|"]
-    lines += [*(f"| {what} | `{query}` |" for what, query in _QUERIES), "", _DEFINITIONS]
+    lines += [*(f"| {question} | `{query}` |" for question, query in _QUERIES), "", _DEFINITIONS]
     lines += [
         "| quantity | numerator / denominator | ours | SGLang | vLLM | AIPerf |",
         6 * "|---" + "|",
@@ -267,14 +273,14 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def _table(families: Iterable[Family[Any]], *, of_engine: bool) -> Iterable[str]:
+def _table(families: Iterable[MetricFamily[Any]], *, of_engine: bool) -> Iterable[str]:
     yield "| name | type | labels | unit | meaning | vLLM, SGLang |"
     yield "|---|---|---|---|---|---|"
     for family in families:
         labels = ", ".join([*(["engine"] if of_engine else []), *family.labels])
         cells = (
-            f"`{family.sample_name}`", family.kind.value, labels, family.unit, family.text,
-            family.like and f"`{family.like}`",
+            f"`{family.sample_name}`", family.kind.value, labels, family.unit, family.help_text,
+            family.similar_metrics and f"`{family.similar_metrics}`",
         )  # fmt: skip
         yield f"| {' | '.join(cell or '–' for cell in cells)} |"
 

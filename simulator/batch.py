@@ -15,7 +15,7 @@ from controller.core.plan import MixtureRule
 from simulator.errors import InvalidInputError
 from simulator.policy import IdleCounts, RowEvidence
 from simulator.results import RequestTimes
-from simulator.rows import RowChoice
+from simulator.row_drafters import RowDrafterChooser
 from simulator.surface import CostSurface
 from simulator.workload import (
     ClosedLoop,
@@ -26,10 +26,10 @@ from simulator.workload import (
     distinct_pools,
 )
 
-_ACCEPTED = range(MAX_GAMMA + 1)
+_ACCEPTED_LENGTHS = range(MAX_GAMMA + 1)
 
 
-class _PoolRows:
+class _PoolArrays:
     """A pool's arrays for the batch; `base`: offsets in the joint acceptance arrays."""
 
     def __init__(
@@ -38,14 +38,14 @@ class _PoolRows:
         labels = np.array([label_names.index(name) for name in pool.label_names])[pool.labels]
         self.base: NDArray[np.int64] = pool.offsets + start
         self.label: NDArray[np.int64] = labels
-        self.kind: NDArray[np.int64] = pool.kind_of + first_kind
+        self.kind: NDArray[np.int64] = pool.request_kinds + first_kind
         # Plain lists: requests are admitted one by one.
         self.context: list[int] = pool.context_tokens.tolist()
         self.output: list[int] = pool.output_tokens.tolist()
 
 
 @dataclass(frozen=True, slots=True)
-class _SetAside:
+class _SuspendedPhase:
     """Suspended sequences of a phase that may return, and the next request of its pool.
 
     rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts have not been read yet.
@@ -62,34 +62,34 @@ class Batch:
 
     All per-sequence state is in numpy arrays whose first `size` entries are in use.
     idle_positions: number of draft positions at which idle drafters are evaluated, 0 for no
-    evaluation; `idle` holds the result of the last step.  `evidence`: of the last step, if it had
-    rules.
+    evaluation; `idle_counts` holds the result of the last step.  `evidence`: of the last step, if
+    it had rules.
     """
 
     def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
         self._idle_positions = idle_positions
-        self.idle: list[IdleCounts] = []
+        self.idle_counts: list[IdleCounts] = []
         self.evidence: RowEvidence | None = None
         self._drafters = [d.name for d in surface.drafters if d.mixture is None]
         if isinstance(workload, ClosedLoop):
-            self._closed: ClosedLoop | None = workload
+            self._closed_loop: ClosedLoop | None = workload
             pools = [phase.pool for phase in workload.phases]
             capacity = max(phase.concurrency for phase in workload.phases)
             self._arrivals: list[float] = []
-            self._window = 0.0
+            self._window_seconds = 0.0
         else:
-            self._closed = None
+            self._closed_loop = None
             pools = [workload.pool]
             capacity = workload.max_concurrency
             self._arrivals = workload.arrival_seconds.tolist()
-            self._window = workload.window_seconds
+            self._window_seconds = workload.window_seconds
         if capacity > surface.max_batch_size:
             raise InvalidInputError(
                 surface.name, 0,
                 f"a batch of {capacity} is requested, costs reach {surface.max_batch_size}",
             )  # fmt: skip
-        self._join(pools, distinct_pools(workload))
-        self._mixed = self._row_choice(surface, distinct_pools(workload))
+        self._join_pools(pools, distinct_pools(workload))
+        self._row_chooser = self._make_row_chooser(surface, distinct_pools(workload))
         # cursor, end and base: current, last and first position of a sequence in the acceptance
         # arrays.
         self._rows = np.zeros((8, capacity), dtype=np.int64)
@@ -103,24 +103,24 @@ class Batch:
         self._next_request = 0
         self._phase_tokens = 0.0
         # A lower bound of the tokens until the next sequence finishes.
-        self._lacking = 0
+        self._min_remaining_tokens = 0
         # For each request: context tokens left to read, its number, its index in the phase's pool,
         # the phase.
         self._prefilling: deque[list[int]] = deque()
         # By pool and concurrency of their phase.
-        self._set_aside: dict[tuple[int, int], _SetAside] = {}
+        self._suspended_phases: dict[tuple[int, int], _SuspendedPhase] = {}
         self.times = RequestTimes()
-        self._started = 0
-        self._speaking: list[int] = []
-        self._gone: list[int] = []
+        self._started_count = 0
+        self._started_requests: list[int] = []
+        self._finished_requests: list[int] = []
         self.done = False
 
-    def _join(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
+    def _join_pools(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
         """Makes one array per drafter over all pools, so that a sequence needs only one offset."""
         names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
         flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
-        rows: dict[int, _PoolRows] = {}
+        rows: dict[int, _PoolArrays] = {}
         start = first_kind = 0
         for pool in distinct:
             length = 0
@@ -134,27 +134,29 @@ class Batch:
                     )  # fmt: skip
                 flats[d].append(source)
                 length = len(source)
-            rows[id(pool)] = _PoolRows(pool, start, first_kind, names)
+            rows[id(pool)] = _PoolArrays(pool, start, first_kind, names)
             start += length
             first_kind += pool.kind_count
-        self._kinds = first_kind
+        self._kind_count = first_kind
         self._pools = [rows[id(pool)] for pool in pools]
-        self._flat = [np.concatenate(parts) for parts in flats]
+        self._accepted_by_drafter = [np.concatenate(parts) for parts in flats]
 
-    def _row_choice(
+    def _make_row_chooser(
         self, surface: CostSurface, distinct: tuple[RequestPool, ...]
-    ) -> RowChoice | None:
+    ) -> RowDrafterChooser | None:
         mixtures = [d.mixture for d in surface.drafters if d.mixture is not None]
         if not mixtures:
             return None
         matches = np.concatenate([pool.known_matches for pool in distinct])
-        choice = RowChoice(surface.drafters, tuple(self._flat), matches)
+        choice = RowDrafterChooser(surface.drafters, tuple(self._accepted_by_drafter), matches)
         # Without rules a mixture uses its main drafter.
-        self._flat += [self._flat[self._drafters.index(mixture.main)] for mixture in mixtures]
+        self._accepted_by_drafter += [
+            self._accepted_by_drafter[self._drafters.index(mixture.main)] for mixture in mixtures
+        ]
         return choice
 
     @property
-    def waiting_prefill(self) -> bool:
+    def has_waiting_prefill(self) -> bool:
         """Whether the prompt of an admitted request has not been read yet."""
         return bool(self._prefilling)
 
@@ -162,30 +164,32 @@ class Batch:
         """Returns the arrival time of the next request in virtual seconds; None after the last."""
         return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
 
-    def segment(self, now: float) -> int:
+    def segment_at(self, now: float) -> int:
         """Returns the oracle's segment that a step starting now belongs to."""
-        return self.phase if self._closed is not None else int(now / self._window)
+        return self.phase if self._closed_loop is not None else int(now / self._window_seconds)
 
-    def running(self) -> NDArray[np.int64]:
+    def running_by_kind(self) -> NDArray[np.int64]:
         """Counts the running sequences by true kind, [kinds] as `distinct_pools` numbers them."""
-        return np.bincount(self._kind[: self.size], minlength=self._kinds)
+        return np.bincount(self._kind[: self.size], minlength=self._kind_count)
 
     def admit(self, now: float) -> None:
         """Admits the requests that have arrived, up to the limit."""
-        closed = self._closed
-        if closed is not None:
-            phase = closed.phases[self.phase]
+        closed_loop = self._closed_loop
+        if closed_loop is not None:
+            phase = closed_loop.phases[self.phase]
             limit = phase.concurrency
-            come = limit if phase.tokens is not None else phase.pool.requests - self._next_request
+            available = (
+                limit if phase.tokens is not None else phase.pool.requests - self._next_request
+            )
         else:
             limit = self._capacity
-            come = bisect.bisect_right(self._arrivals, now) - self._next_request
-        free = min(limit - self.size - len(self._prefilling), come)
+            available = bisect.bisect_right(self._arrivals, now) - self._next_request
+        free = min(limit - self.size - len(self._prefilling), available)
         if free <= 0:
             return
         pool = self._pools[self.phase]
         for _ in range(free):
-            arrival = now if closed is not None else self._arrivals[self._next_request]
+            arrival = now if closed_loop is not None else self._arrivals[self._next_request]
             # A closed loop repeats its pool; an open loop never reaches the pool's end.
             i = self._next_request % len(pool.output)
             self._next_request += 1
@@ -199,15 +203,15 @@ class Batch:
 
     def prefill(self, chunk_tokens: int, seconds_per_token: float) -> float:
         """Reads up to `chunk_tokens` of the waiting prompts; returns the seconds that it took."""
-        left = chunk_tokens
-        while left > 0 and self._prefilling:
+        tokens_left = chunk_tokens
+        while tokens_left > 0 and self._prefilling:
             request = self._prefilling[0]
-            taken = min(left, request[0])
-            request[0] -= taken
-            left -= taken
+            chunk = min(tokens_left, request[0])
+            request[0] -= chunk
+            tokens_left -= chunk
             if request[0] == 0:
                 self._start(self._prefilling.popleft())
-        return (chunk_tokens - left) * seconds_per_token
+        return (chunk_tokens - tokens_left) * seconds_per_token
 
     def _start(self, request: list[int]) -> None:
         _, number, i, phase = request
@@ -218,8 +222,8 @@ class Batch:
         )  # fmt: skip
         self.size += 1
         self.kv_tokens += context
-        self._lacking = 0
-        self._started += 1
+        self._min_remaining_tokens = 0
+        self._started_count += 1
 
     def step(
         self,
@@ -235,61 +239,65 @@ class Batch:
         accepted: NDArray[np.integer[Any]] | None
         self.evidence = None
         if gamma > 0:
-            if rules and self._mixed is not None:
-                accepted, self.evidence = self._mixed.step(
+            if rules and self._row_chooser is not None:
+                accepted, self.evidence = self._row_chooser.choose_rows(
                     drafter, gamma, cursor, self._number[:n], rules, thinning
                 )
             else:
-                accepted = self._flat[drafter].take(cursor)
+                accepted = self._accepted_by_drafter[drafter].take(cursor)
                 np.minimum(accepted, gamma, out=accepted)
                 if thinning is not None:
                     accepted = (accepted * thinning).astype(np.uint8)
             counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
             cursor += accepted
-            tokens = n + sum(map(mul, counts, _ACCEPTED))
+            tokens = n + sum(map(mul, counts, _ACCEPTED_LENGTHS))
         else:
             accepted = None
             counts = [n]
             tokens = n
         cursor += 1
         if start is not None:
-            self.idle = self._evaluate(drafter if gamma > 0 else None, start, cursor - start)
-        classes = self._classes(accepted, gamma, n) if len(self.label_names) > 1 else []
+            self.idle_counts = self._score_idle_drafters(
+                drafter if gamma > 0 else None, start, cursor - start
+            )
+        classes = self._count_classes(accepted, gamma, n) if len(self.label_names) > 1 else []
         self.kv_tokens += tokens
-        if self._started:
-            self._speaking = self._number[n - self._started : n].tolist()
-            self._started = 0
-        self._lacking -= gamma + 1
-        if self._lacking <= 0:
-            tokens -= self._leave(n)
+        if self._started_count:
+            self._started_requests = self._number[n - self._started_count : n].tolist()
+            self._started_count = 0
+        self._min_remaining_tokens -= gamma + 1
+        if self._min_remaining_tokens <= 0:
+            tokens -= self._remove_finished(n)
         return counts, classes, float(tokens)
 
-    def stamp(self, now: float) -> None:
+    def record_times(self, now: float) -> None:
         """Records the end of the step for requests whose first or last step it was."""
-        if self._speaking:
-            for number in self._speaking:
+        if self._started_requests:
+            for number in self._started_requests:
                 self.times.first_token[number] = now
-            self._speaking = []
-        if self._gone:
-            for number in self._gone:
+            self._started_requests = []
+        if self._finished_requests:
+            for number in self._finished_requests:
                 self.times.finish[number] = now
-            self._gone = []
+            self._finished_requests = []
 
-    def _evaluate(
+    def _score_idle_drafters(
         self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
     ) -> list[IdleCounts]:
         """Evaluates idle drafters.  start, verified: [sequences], first position and tokens."""
         depth = self._idle_positions
-        found = []
+        idle_counts = []
         for d, name in enumerate(self._drafters):
             if d != running:
                 # Tokens after the last verified one are not known.
-                accepted = np.minimum(self._flat[d][start], verified)
+                accepted = np.minimum(self._accepted_by_drafter[d][start], verified)
                 reached = np.minimum(accepted + 1, verified)
-                found.append(IdleCounts(name, *(_at_least(x, depth) for x in (reached, accepted))))
-        return found
+                idle_counts.append(
+                    IdleCounts(name, *(_counts_at_least(x, depth) for x in (reached, accepted)))
+                )
+        return idle_counts
 
-    def _classes(
+    def _count_classes(
         self, accepted: NDArray[np.integer[Any]] | None, gamma: int, n: int
     ) -> list[tuple[str, list[int]]]:
         """Counts accepted lengths by label; sequences without a label belong to no class."""
@@ -302,74 +310,74 @@ class Batch:
             if name and any(row)
         ]
 
-    def _leave(self, n: int) -> int:
+    def _remove_finished(self, n: int) -> int:
         """Removes finished sequences; returns the number of tokens past their ends."""
-        left = self._end[:n] - self._cursor[:n]
-        lacking = int(left.min())
-        past = 0
-        if lacking <= 0:
-            keep = left > 0
-            gone = self._rows[:, :n][:, ~keep]
-            cursor, end, base, context = gone[:4]
-            past = int((cursor - end).sum())
+        remaining_tokens = self._end[:n] - self._cursor[:n]
+        min_remaining = int(remaining_tokens.min())
+        tokens_past_end = 0
+        if min_remaining <= 0:
+            keep = remaining_tokens > 0
+            finished_rows = self._rows[:, :n][:, ~keep]
+            cursor, end, base, context = finished_rows[:4]
+            tokens_past_end = int((cursor - end).sum())
             self.kv_tokens -= int((context + cursor - base).sum())
-            self._gone = gone[-1].tolist()
-            staying = n - gone.shape[1]
-            self._rows[:, :staying] = self._rows[:, :n][:, keep]
-            self.size = staying
-            lacking = int(left[keep].min()) if staying else 0
-        self._lacking = lacking
-        return past
+            self._finished_requests = finished_rows[-1].tolist()
+            staying_count = n - finished_rows.shape[1]
+            self._rows[:, :staying_count] = self._rows[:, :n][:, keep]
+            self.size = staying_count
+            min_remaining = int(remaining_tokens[keep].min()) if staying_count else 0
+        self._min_remaining_tokens = min_remaining
+        return tokens_past_end
 
-    def take(self, tokens: float) -> float:
+    def count_phase_tokens(self, tokens: float) -> float:
         """Counts tokens in the phase; returns the share of them, in [0, 1], that it needed."""
-        if self._closed is None:
+        if self._closed_loop is None:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
             return 1.0
-        phase = self._closed.phases[self.phase]
+        phase = self._closed_loop.phases[self.phase]
         if phase.tokens is None:
-            self._take_requests(self._closed)
+            self._advance_request_phase(self._closed_loop)
             return 1.0
         # Sequences of the last phase finish first; the tokens of this phase count from then on.
         if tokens == 0 or self.size > phase.concurrency:
             return 1.0
-        wanted = phase.tokens - self._phase_tokens
+        tokens_left = phase.tokens - self._phase_tokens
         self._phase_tokens += tokens
-        if tokens < wanted:
+        if tokens < tokens_left:
             return 1.0
-        if self.phase + 1 == len(self._closed.phases):
+        if self.phase + 1 == len(self._closed_loop.phases):
             self.done = True
-            return wanted / tokens
+            return tokens_left / tokens
         self.phase += 1
-        self._begin(self._closed.phases[self.phase], ended=phase)
+        self._start_phase(self._closed_loop.phases[self.phase], ended=phase)
         self.phase_changed = True
         self._phase_tokens = 0.0
         return 1.0
 
-    def _begin(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
+    def _start_phase(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
         """Applies the phase's `PhaseStart` to the running requests."""
         if phase.begins is PhaseStart.CHANGED:
-            self._change_over()
+            self._move_to_pool()
         elif phase.begins is PhaseStart.REPLACED:
-            self._set_aside[id(ended.pool), ended.concurrency] = _SetAside(
+            self._suspended_phases[id(ended.pool), ended.concurrency] = _SuspendedPhase(
                 self._rows[:, : self.size].copy(),
                 self.kv_tokens,
                 tuple(self._prefilling),
                 self._next_request,
             )
-            nothing = _SetAside(self._rows[:, :0], 0, (), 0)
-            back = self._set_aside.pop((id(phase.pool), phase.concurrency), nothing)
-            self.size = back.rows.shape[1]
-            self._rows[:, : self.size] = back.rows
-            self.kv_tokens = back.kv_tokens
-            self._prefilling = deque(back.prefilling)
-            self._next_request = back.next_request
-            self._lacking = 0
+            empty_phase = _SuspendedPhase(self._rows[:, :0], 0, (), 0)
+            resumed = self._suspended_phases.pop((id(phase.pool), phase.concurrency), empty_phase)
+            self.size = resumed.rows.shape[1]
+            self._rows[:, : self.size] = resumed.rows
+            self.kv_tokens = resumed.kv_tokens
+            self._prefilling = deque(resumed.prefilling)
+            self._next_request = resumed.next_request
+            self._min_remaining_tokens = 0
         else:
             self._next_request = 0
 
-    def _change_over(self) -> None:
+    def _move_to_pool(self) -> None:
         """Moves every request in flight to the same position of the same request in this pool."""
         pool = self._pools[self.phase]
         request = self._request[: self.size]
@@ -380,7 +388,7 @@ class Batch:
         for waiting in self._prefilling:
             waiting[3] = self.phase
 
-    def _take_requests(self, closed: ClosedLoop) -> None:
+    def _advance_request_phase(self, closed: ClosedLoop) -> None:
         """Starts the next phase once every request of this one has begun."""
         if self._next_request < closed.phases[self.phase].pool.requests:
             return
@@ -392,8 +400,8 @@ class Batch:
             self.done = self.size == 0 and not self._prefilling
 
 
-def _at_least(values: NDArray[np.int64], depth: int) -> list[int]:
+def _counts_at_least(values: NDArray[np.int64], depth: int) -> list[int]:
     """Returns [depth] counts of the values that are at least 1, 2, ..."""
     counts = np.bincount(np.minimum(values, depth), minlength=depth + 1)
-    found: list[int] = np.cumsum(counts[:0:-1])[::-1].tolist()
-    return found
+    counts_at_least: list[int] = np.cumsum(counts[:0:-1])[::-1].tolist()
+    return counts_at_least

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.step_report import StepFlags
-from controller.util.text import TextColumn, TextTable, numbers
+from controller.util.text import TextColumn, TextTable, number_columns
 from simulator import published
 from simulator.controller_policy import ControllerPolicy
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 from simulator.policy import StepRecord
-from simulator.process_pool import run_side_by_side
+from simulator.process_pool import run_in_parallel
 from simulator.surface import CostSurface
 
 # Conditional acceptance of four kinds of traffic by position; the last value is repeated.
-KINDS: Mapping[str, tuple[float, ...]] = {
+TRAFFIC_CURVES: Mapping[str, tuple[float, ...]] = {
     "json": (0.92, 0.93, 0.93, 0.92),
     "code": (0.72, 0.68, 0.66, 0.66),
     "prose": (0.52, 0.45, 0.42, 0.40),
@@ -39,12 +39,12 @@ WORTHWHILE_GAIN = 1.1
 OFF_BAR, SETTLED_BAR = 0.98, 0.95
 # No drafter of the published surfaces drafts more in a step.
 _DEPTH = 16
-_NOISE = 0.03
-_LAG = 1
+_STEP_NOISE = 0.03
+_LAG_STEPS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ColdStart:
+class ColdStartCase:
     """One engine at one batch size.  conditional: a_1, a_2, ...; the last value is repeated."""
 
     surface: CostSurface
@@ -59,47 +59,49 @@ class ColdStart:
 
 
 @dataclass(frozen=True, slots=True)
-class ColdRun:
+class ColdStartRun:
     """Holds the result of one seed.
 
-    off: rate over that of gamma = 0, in the first CAUTIOUS_STEPS steps.  settled: rate over that of
-    the best arm, in the SETTLED_STEPS steps from SETTLED_FROM on.  gain: the best arm's rate over
-    that of gamma = 0.  gammas: what ran, step by step.
+    ratio_to_off: rate over that of gamma = 0, in the first CAUTIOUS_STEPS steps.  settled_ratio:
+    rate over that of the best arm, in the SETTLED_STEPS steps from SETTLED_FROM on.  gain: the best
+    arm's rate over that of gamma = 0.  gammas: what ran, step by step.
     """
 
-    cell: ColdStart
+    case: ColdStartCase
     seed: int
-    off: float
-    settled: float
+    ratio_to_off: float
+    settled_ratio: float
     gain: float
     gammas: tuple[int, ...]
 
 
-def cold_starts(batch_sizes: Sequence[int] = (1, 2, 8, 32, 64, 128)) -> list[ColdStart]:
+def cold_start_cases(batch_sizes: Sequence[int] = (1, 2, 8, 32, 64, 128)) -> list[ColdStartCase]:
     """Returns a case for each published surface, kind of traffic and batch size; one drafter."""
-    found = []
-    for name in published.names():
-        surface = published.surface(name)
-        surface = surface.only(surface.drafters[0].name)
-        found += [
-            ColdStart(surface, traffic, curve, size)
-            for traffic, curve in KINDS.items()
+    cases = []
+    for name in published.surface_names():
+        surface = published.published_surface(name)
+        surface = surface.with_drafters(surface.drafters[0].name)
+        cases += [
+            ColdStartCase(surface, traffic, curve, size)
+            for traffic, curve in TRAFFIC_CURVES.items()
             for size in batch_sizes
             if size <= surface.max_batch_size
         ]
-    return found
+    return cases
 
 
-def run_cold(cell: ColdStart, seed: int, steps: int = SETTLED_FROM + SETTLED_STEPS) -> ColdRun:
+def run_cold_start(
+    case: ColdStartCase, seed: int, steps: int = SETTLED_FROM + SETTLED_STEPS
+) -> ColdStartRun:
     """Steers `steps` steps of a constant batch at the surface's own context."""
-    surface, size = cell.surface, cell.batch_size
+    surface, size = case.surface, case.batch_size
     policy = ControllerPolicy(surface, None, surface.max_batch_size)
     rng = np.random.default_rng([seed, size])
-    curve = [*cell.conditional, *[cell.conditional[-1]] * _DEPTH][:_DEPTH]
-    chains = Curves("", {"": curve})
+    curve = [*case.conditional, *[case.conditional[-1]] * _DEPTH][:_DEPTH]
+    chains = IndependentCurves("", {"": curve})
     kv_tokens = round(size * surface.kv_reference)
-    now, missed, last = 0.0, 0.0, -1
-    arms, seconds, late = [], [], []
+    now, missed_tokens, last_arm = 0.0, 0.0, -1
+    arms, seconds, pending_records = [], [], []
     for step in range(1, steps + 1):
         choice = policy.choose(size, now)
         gamma = surface.arms[choice.arm].gamma
@@ -107,63 +109,63 @@ def run_cold(cell: ColdStart, seed: int, steps: int = SETTLED_FROM + SETTLED_STE
         counts = np.bincount(accepted, minlength=gamma + 1).tolist()
         true_seconds = float(surface.seconds[choice.arm, size])
         if gamma:
-            true_seconds += surface.catch_up_seconds(min(missed, kv_tokens))
-        missed = missed + size if gamma == 0 and choice.asleep else 0.0
-        step_seconds = true_seconds * float(rng.lognormal(0.0, _NOISE))
+            true_seconds += surface.catch_up_seconds(min(missed_tokens, kv_tokens))
+        missed_tokens = missed_tokens + size if gamma == 0 and choice.asleep else 0.0
+        step_seconds = true_seconds * float(rng.lognormal(0.0, _STEP_NOISE))
         now += step_seconds
         arms.append(choice.arm)
         seconds.append(true_seconds)
-        late.append(
+        pending_records.append(
             StepRecord(
                 step, size, kv_tokens, choice.arm, counts, step_seconds,
-                StepFlags(switched=last not in (-1, choice.arm)), choice.probe_id,
+                StepFlags(switched=last_arm not in (-1, choice.arm)), choice.probe_id,
             )
         )  # fmt: skip
-        last = choice.arm
-        if len(late) > _LAG:
-            policy.observe(late.pop(0), now)
-    return _judge(cell, seed, np.array(arms), np.array(seconds), np.cumsum(np.cumprod(curve)))
+        last_arm = choice.arm
+        if len(pending_records) > _LAG_STEPS:
+            policy.observe(pending_records.pop(0), now)
+    return _make_run(case, seed, np.array(arms), np.array(seconds), np.cumsum(np.cumprod(curve)))
 
 
-def _judge(
-    cell: ColdStart,
+def _make_run(
+    case: ColdStartCase,
     seed: int,
     arms: NDArray[np.int64],
     seconds: NDArray[np.float64],
     expected: NDArray[np.float64],
-) -> ColdRun:
-    gammas = np.array([arm.gamma for arm in cell.surface.arms])
-    tokens = cell.batch_size * (1 + np.concatenate(([0.0], expected))[gammas])
-    rates = tokens / cell.surface.seconds[:, cell.batch_size]
-    off, best = float(rates[gammas == 0].max()), float(rates.max())
+) -> ColdStartRun:
+    gammas = np.array([arm.gamma for arm in case.surface.arms])
+    tokens = case.batch_size * (1 + np.concatenate(([0.0], expected))[gammas])
+    rates = tokens / case.surface.seconds[:, case.batch_size]
+    off_rate, best_rate = float(rates[gammas == 0].max()), float(rates.max())
 
     def rate(first: int, end: int) -> float:
         return float(tokens[arms[first:end]].sum() / seconds[first:end].sum())
 
-    return ColdRun(
-        cell,
+    return ColdStartRun(
+        case,
         seed,
-        rate(0, CAUTIOUS_STEPS) / off,
-        rate(SETTLED_FROM, SETTLED_FROM + SETTLED_STEPS) / best,
-        best / off,
+        rate(0, CAUTIOUS_STEPS) / off_rate,
+        rate(SETTLED_FROM, SETTLED_FROM + SETTLED_STEPS) / best_rate,
+        best_rate / off_rate,
         tuple(gammas[arms].tolist()),
     )
 
 
 def run_cold_starts(
-    cells: Sequence[ColdStart], seeds: Sequence[int], processes: int | None = None
-) -> list[ColdRun]:
+    cases: Sequence[ColdStartCase], seeds: Sequence[int], processes: int | None = None
+) -> list[ColdStartRun]:
     """Runs every cell on every seed, in this order, side by side on all processors."""
-    tasks = [(cell, seed) for cell in cells for seed in seeds]
-    runs = dict(run_side_by_side(run_cold, tasks, processes))
+    tasks = [(case, seed) for case in cases for seed in seeds]
+    runs = dict(run_in_parallel(run_cold_start, tasks, processes))
     return [runs[i] for i in range(len(tasks))]
 
 
-def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
+def cold_start_table(runs: Sequence[ColdStartRun]) -> TextTable:
     """Makes one row for each case, the worst of its seeds; missed bars are marked with "!"."""
     columns = [
         TextColumn("engine / traffic / batch size"),
-        *numbers(
+        *number_columns(
             [
                 "best arm over off",
                 f"over off, first {CAUTIOUS_STEPS} steps",
@@ -173,31 +175,36 @@ def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
         ),
     ]
     rows = []
-    for name in dict.fromkeys(run.cell.name for run in runs):
-        seeds = [run for run in runs if run.cell.name == name]
-        off, settled = min(run.off for run in seeds), min(run.settled for run in seeds)
-        worthwhile = seeds[0].gain >= WORTHWHILE_GAIN
+    for name in dict.fromkeys(run.case.name for run in runs):
+        case_runs = [run for run in runs if run.case.name == name]
+        off, settled = (
+            min(run.ratio_to_off for run in case_runs),
+            min(run.settled_ratio for run in case_runs),
+        )
+        is_worthwhile = case_runs[0].gain >= WORTHWHILE_GAIN
         rows.append((
             name,
-            f"{seeds[0].gain:.2f}",
-            _marked(off, off < OFF_BAR),
-            _marked(settled, worthwhile and settled < SETTLED_BAR),
+            f"{case_runs[0].gain:.2f}",
+            _mark_missed(off, off < OFF_BAR),
+            _mark_missed(settled, is_worthwhile and settled < SETTLED_BAR),
         ))  # fmt: skip
     return TextTable("The first steps without a profile", columns, rows)
 
 
-def cold_start_text(runs: Sequence[ColdRun]) -> str:
+def cold_start_text(runs: Sequence[ColdStartRun]) -> str:
     """Describes how many runs miss each bar, and the worst of them."""
-    behind = sum(run.off < OFF_BAR for run in runs)
-    judged = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
-    late = sum(run.settled < SETTLED_BAR for run in judged)
+    below_off_bar = sum(run.ratio_to_off < OFF_BAR for run in runs)
+    worthwhile_runs = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
+    below_settled_bar = sum(run.settled_ratio < SETTLED_BAR for run in worthwhile_runs)
     return (
-        f"Below {OFF_BAR} of off: {behind} of {len(runs)} runs, the worst "
-        f"{min(run.off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where it "
-        f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {late} of {len(judged)} runs, the worst "
-        f"{min((run.settled for run in judged), default=1.0):.3f}."
+        f"Below {OFF_BAR} of off: {below_off_bar} of {len(runs)} runs, the worst "
+        f"{min(run.ratio_to_off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where "
+        "it "
+        f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {below_settled_bar} of {len(worthwhile_runs)} "
+        "runs, the worst "
+        f"{min((run.settled_ratio for run in worthwhile_runs), default=1.0):.3f}."
     )
 
 
-def _marked(value: float, missed: bool) -> str:
+def _mark_missed(value: float, missed: bool) -> str:
     return f"{value:.3f} !" if missed else f"{value:.3f}"

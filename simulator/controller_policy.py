@@ -16,7 +16,7 @@ FINGERPRINT = Fingerprint("simulated", engine="simulation")
 _NO_ROWS = RowEvidence((), ())
 
 
-class VirtualTime:
+class VirtualClock:
     """The core's clock, which returns the engine's virtual time."""
 
     seconds = 0.0
@@ -53,15 +53,17 @@ class ControllerPolicy:
                 overlap_steps=overlap_steps,
             ),
         )
-        self._time = VirtualTime()
-        self.controller = EngineController(spec, settings or PlannerSettings(), profile, self._time)
+        self._clock = VirtualClock()
+        self.controller = EngineController(
+            spec, settings or PlannerSettings(), profile, self._clock
+        )
         self._arms = surface.arms
-        self._index = {arm: i for i, arm in enumerate(surface.arms)}
+        self._arm_indices = {arm: i for i, arm in enumerate(surface.arms)}
         self._probe_id = 0
-        self._probe_left = 0
-        self._use(self.controller.current_plan())
+        self._probe_steps_left = 0
+        self._use_plan(self.controller.current_plan())
 
-    def _use(self, plan: Plan) -> None:
+    def _use_plan(self, plan: Plan) -> None:
         self._rows = plan.rows
         self._rules = plan.rules
         self._limits = [row.max_batch_size for row in plan.rows]
@@ -73,16 +75,16 @@ class ControllerPolicy:
         probe = row.probe
         if probe is not None:
             if probe.probe_id != self._probe_id:
-                self._probe_id, self._probe_left = probe.probe_id, probe.steps
-            if self._probe_left > 0:
-                self._probe_left -= 1
+                self._probe_id, self._probe_steps_left = probe.probe_id, probe.steps
+            if self._probe_steps_left > 0:
+                self._probe_steps_left -= 1
                 arm, probe_id = probe.arm, probe.probe_id
-        return ArmChoice(self._index[arm], probe_id, row.drafter_asleep, self._rules)
+        return ArmChoice(self._arm_indices[arm], probe_id, row.drafter_asleep, self._rules)
 
     def observe(self, record: StepRecord, now: float) -> None:
         """Passes one report to the core, and uses its plan if that is new."""
-        arm, rows = self._arms[record.arm], record.rows or _NO_ROWS
-        self._time.seconds = now
+        arm, rows = self._arms[record.arm], record.row_evidence or _NO_ROWS
+        self._clock.seconds = now
         self.controller.observe(
             StepReport(
                 record.step,
@@ -101,4 +103,4 @@ class ControllerPolicy:
         )
         plan = self.controller.next_plan()
         if plan is not None:
-            self._use(plan)
+            self._use_plan(plan)

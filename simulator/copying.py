@@ -17,20 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
+from controller.core.acceptance.mixtures import MAX_MATCH_LENGTH, MIN_MATCH_LENGTH
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.curves import require_mean_tokens
 from simulator.errors import InvalidInputError, require_within
-from simulator.sources import Drawn, DrawnSource
+from simulator.sources import DrawnAcceptance, DrawnSource
 
-_NEVER = 1e-3
-_SPAN_MOST = 1e6
+_MIN_PROBABILITY = 1e-3
+_MAX_SPAN_TOKENS = 1e6
 # A chance match is one token longer with this probability.
-_LONGER = 0.3
+_LONGER_MATCH_PROBABILITY = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Copying(DrawnSource):
+class CopyingSource(DrawnSource):
     """Draws such requests for a drafting model and a lookup, given by name.
 
     copied: copied share of the output, for the median request; copied_spread: standard deviation of
@@ -73,91 +73,101 @@ class Copying(DrawnSource):
         """Returns the names of the model and of the lookup."""
         return (self.model, self.lookup)
 
-    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+    def draw_acceptance(
+        self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
+    ) -> DrawnAcceptance:
         """Draws the spans, the tokens that are easy for the model, and the lookup's matches."""
         ends = np.cumsum(output_tokens)
         positions = int(output_tokens.sum())
         is_last = np.zeros(positions, dtype=bool)
         is_last[ends[output_tokens > 0] - 1] = True
-        is_copied = self._spans(rng, output_tokens)
+        is_copied = self._draw_copied(rng, output_tokens)
         level = self.easy_spread * rng.standard_normal(len(output_tokens))
-        easy = _shifted(self.easy, level).repeat(output_tokens)
-        easy_copied = _shifted(self.easy_copied, level).repeat(output_tokens)
+        easy = _shift_log_odds(self.easy, level).repeat(output_tokens)
+        easy_copied = _shift_log_odds(self.easy_copied, level).repeat(output_tokens)
         is_easy = rng.random(positions) < np.where(is_copied, easy_copied, easy)
-        follows = is_copied & (rng.random(positions) < self.faithful)
-        matched, proposed = self._chance(rng, positions)
-        behind = _run_before(follows, is_last)
-        found = behind >= LEAST_MATCH
-        accepted = np.where(found, _run_from(follows, is_last), proposed)
+        is_faithful = is_copied & (rng.random(positions) < self.faithful)
+        chance_match_length, chance_accepted = self._draw_chance_matches(rng, positions)
+        match_length = _run_lengths_before(is_faithful, is_last)
+        has_copy_match = match_length >= MIN_MATCH_LENGTH
+        accepted = np.where(
+            has_copy_match, _run_lengths_from(is_faithful, is_last), chance_accepted
+        )
         return {
-            self.model: _as_lengths(_run_from(is_easy, is_last), MAX_GAMMA),
-            self.lookup: _as_lengths(accepted, MAX_GAMMA),
-        }, _as_lengths(np.where(found, behind, matched), LONGEST_MATCH)
+            self.model: _clip_lengths(_run_lengths_from(is_easy, is_last), MAX_GAMMA),
+            self.lookup: _clip_lengths(accepted, MAX_GAMMA),
+        }, _clip_lengths(
+            np.where(has_copy_match, match_length, chance_match_length), MAX_MATCH_LENGTH
+        )
 
-    def _spans(
+    def _draw_copied(
         self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Returns [positions], whether a token is in a copied span."""
-        share = _shifted(self.copied, self.copied_spread * rng.standard_normal(len(output_tokens)))
-        whole = [
-            _alternating(rng, tokens, float(s), self.copied_tokens)
+        share = _shift_log_odds(
+            self.copied, self.copied_spread * rng.standard_normal(len(output_tokens))
+        )
+        request_spans = [
+            _alternate_spans(rng, tokens, float(s), self.copied_tokens)
             for tokens, s in zip(output_tokens.tolist(), share, strict=True)
         ]
-        return np.concatenate(whole) if whole else np.zeros(0, dtype=bool)
+        return np.concatenate(request_spans) if request_spans else np.zeros(0, dtype=bool)
 
-    def _chance(
+    def _draw_chance_matches(
         self, rng: np.random.Generator, positions: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns [positions] lengths of chance matches (0: none), and their accepted drafts."""
         has_match = rng.random(positions) < self.chance
-        longer = rng.geometric(1 - _LONGER, positions) - 1
-        accepted = rng.geometric(max(1 - self.chance_accepted, _NEVER), positions) - 1
-        return np.where(has_match, LEAST_MATCH + longer, 0), np.where(has_match, accepted, 0)
+        longer = rng.geometric(1 - _LONGER_MATCH_PROBABILITY, positions) - 1
+        accepted = rng.geometric(max(1 - self.chance_accepted, _MIN_PROBABILITY), positions) - 1
+        return np.where(has_match, MIN_MATCH_LENGTH + longer, 0), np.where(has_match, accepted, 0)
 
 
-def _shifted(share: float, shift: NDArray[np.float64]) -> NDArray[np.float64]:
+def _shift_log_odds(share: float, shift: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns [requests] shares with shifted log-odds; 0 and 1 are unchanged."""
     if share in {0.0, 1.0}:
         return np.full(len(shift), share)
-    found: NDArray[np.float64] = 1 / (1 + (1 - share) / share * np.exp(-shift))
-    return found
+    shifted: NDArray[np.float64] = 1 / (1 + (1 - share) / share * np.exp(-shift))
+    return shifted
 
 
-def _alternating(
+def _alternate_spans(
     rng: np.random.Generator, tokens: int, share: float, copied_tokens: float
 ) -> NDArray[np.bool_]:
     """Returns [tokens], whether each is copied; the output begins within the first span."""
-    if not _NEVER < share < 1 - _NEVER:
+    if not _MIN_PROBABILITY < share < 1 - _MIN_PROBABILITY:
         return np.full(tokens, share > 0.5)
     means: Sequence[float] = (copied_tokens * (1 - share) / share, copied_tokens)
-    means = [min(max(mean, 1.0), _SPAN_MOST) for mean in means]
+    means = [min(max(mean, 1.0), _MAX_SPAN_TOKENS) for mean in means]
     is_copied = bool(rng.random() < share)
     spans: list[NDArray[np.bool_]] = []
-    left = tokens
-    while left > 0:
-        span = min(left, int(rng.geometric(1 / means[is_copied])))
+    tokens_left = tokens
+    while tokens_left > 0:
+        span = min(tokens_left, int(rng.geometric(1 / means[is_copied])))
         spans.append(np.full(span, is_copied))
-        left -= span
+        tokens_left -= span
         is_copied = not is_copied
     return np.concatenate(spans) if spans else np.zeros(0, dtype=bool)
 
 
-def _run_from(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _run_lengths_from(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Counts [positions] true values in a row from each position on, within its request."""
-    at = np.arange(len(values))
+    positions = np.arange(len(values))
     # The position after the run: that of the first false value, or after the request's end.
-    end = np.where(values, np.where(is_last, at + 1, len(values)), at)
-    found: NDArray[np.int64] = np.minimum.accumulate(end[::-1])[::-1] - at
-    return found
+    end = np.where(values, np.where(is_last, positions + 1, len(values)), positions)
+    run_lengths: NDArray[np.int64] = np.minimum.accumulate(end[::-1])[::-1] - positions
+    return run_lengths
 
 
-def _run_before(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _run_lengths_before(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Counts [positions] true values in a row before each position, within its request."""
-    at = np.arange(len(values))
+    positions = np.arange(len(values))
     broken = np.concatenate(([True], ~values[:-1] | is_last[:-1]))[: len(values)]
-    found: NDArray[np.int64] = at - np.maximum.accumulate(np.where(broken, at, 0))
-    return found
+    run_lengths: NDArray[np.int64] = positions - np.maximum.accumulate(
+        np.where(broken, positions, 0)
+    )
+    return run_lengths
 
 
-def _as_lengths(values: NDArray[np.int64], most: int) -> NDArray[np.uint8]:
-    return np.minimum(values, most).astype(np.uint8)
+def _clip_lengths(values: NDArray[np.int64], maximum: int) -> NDArray[np.uint8]:
+    return np.minimum(values, maximum).astype(np.uint8)

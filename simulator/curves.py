@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.acceptance_trace import AcceptanceTrace
 from simulator.errors import InvalidInputError
-from simulator.reading import finite, shown
-from simulator.sources import Drawn, DrawnSource
+from simulator.sources import DrawnAcceptance, DrawnSource
+from simulator.text_files import parse_finite, quote_value
 from simulator.workload import AcceptanceSource
 
-_DRAFTER = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*=(.*)", re.DOTALL)
-_KIND = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
+_DRAFTER_PATTERN = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*=(.*)", re.DOTALL)
+_CURVE_PATTERN = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
 
 
 class CurveSource(DrawnSource):
@@ -36,7 +36,7 @@ class CurveSource(DrawnSource):
         return tuple(self.curves)
 
     def require_curves(self) -> None:
-        """Raises InvalidInputError for invalid curves and means; see `Curves`."""
+        """Raises InvalidInputError for invalid curves and means; see `IndependentCurves`."""
         if not self.curves:
             raise InvalidInputError(self.name, 0, "no drafter is named")
         for drafter, curve in self.curves.items():
@@ -45,7 +45,7 @@ class CurveSource(DrawnSource):
 
 
 @dataclass(frozen=True, slots=True)
-class Curves(CurveSource):
+class IndependentCurves(CurveSource):
     """Draws acceptance from curves.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     At every output position of a request a chain of drafts is drawn that ends at its first
@@ -64,7 +64,9 @@ class Curves(CurveSource):
     def __post_init__(self) -> None:
         self.require_curves()
 
-    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+    def draw_acceptance(
+        self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
+    ) -> DrawnAcceptance:
         """Draws every drafter independently."""
         positions = int(output_tokens.sum())
         return {drafter: self.draw(drafter, rng, positions) for drafter in self.curves}, None
@@ -76,45 +78,49 @@ class Curves(CurveSource):
         return (len(rising) - below).astype(np.uint8)
 
 
-def geometric(alpha: float) -> list[float]:
+def geometric_curve(alpha: float) -> list[float]:
     """Returns the curve a_k = alpha, for every position that a draft can have."""
     return [alpha] * MAX_GAMMA
 
 
-def conditional(survival: Sequence[float]) -> list[float]:
+def conditional_curve(survival: Sequence[float]) -> list[float]:
     """Returns a_k = s_k / s_(k-1), s_0 = 1; 0 after a position that is never reached.
 
     Raises InvalidInputError for a survival curve that rises or is not in [0, 1].
     """
     require_curve("survival", survival)
     curve = []
-    before = 1.0
+    previous = 1.0
     for k, s in enumerate(survival, 1):
-        if s > before:
+        if s > previous:
             raise InvalidInputError(
-                "survival", 0, f"position {k}: {s} is more than {before}, and survival cannot rise"
+                "survival",
+                0,
+                f"position {k}: {s} is more than {previous}, and survival cannot rise",
             )
-        curve.append(s / before if before > 0 else 0.0)
-        before = s
+        curve.append(s / previous if previous > 0 else 0.0)
+        previous = s
     return curve
 
 
-def require_mean_tokens(where: str, *means: float) -> None:
+def require_mean_tokens(location: str, *means: float) -> None:
     """Raises InvalidInputError for a mean outside [1, 1e9] tokens."""
     for mean in means:
         if not 1 <= mean <= 1e9:
-            raise InvalidInputError(where, 0, f"a mean of {mean} tokens must be in [1, 1e9]")
+            raise InvalidInputError(location, 0, f"a mean of {mean} tokens must be in [1, 1e9]")
 
 
-def require_curve(where: str, values: Sequence[float]) -> None:
+def require_curve(location: str, values: Sequence[float]) -> None:
     """Raises InvalidInputError for no position, too many, or a value outside [0, 1]."""
     if not 1 <= len(values) <= MAX_GAMMA:
         raise InvalidInputError(
-            where, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"
+            location, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"
         )
     for k, value in enumerate(values, 1):
         if not 0 <= value <= 1:
-            raise InvalidInputError(where, 0, f"position {k}: {shown(value)} must be in [0, 1]")
+            raise InvalidInputError(
+                location, 0, f"position {k}: {quote_value(value)} must be in [0, 1]"
+            )
 
 
 def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> AcceptanceSource:
@@ -131,46 +137,46 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
         raise InvalidInputError("acceptance", 0, "nothing is named: try geometric:0.7, or a file")
-    named = [_named(part) for part in parts]
-    kinds = [_KIND.fullmatch(body) for _, body in named]
+    named_parts = [_split_drafter(part) for part in parts]
+    kinds = [_CURVE_PATTERN.fullmatch(body) for _, body in named_parts]
     if not any(kinds):
-        return _acceptance_trace(named, drafters)
+        return _load_trace(named_parts, drafters)
     curves: dict[str, list[float]] = {}
-    for (drafter, body), kind in zip(named, kinds, strict=True):
+    for (drafter, body), kind in zip(named_parts, kinds, strict=True):
         if kind is None:
-            fault = f"{shown(body)} is not a curve, and files cannot be combined with curves"
+            fault = f"{quote_value(body)} is not a curve, and files cannot be combined with curves"
             raise InvalidInputError("acceptance", 0, fault)
-        curve = _curve(body.strip(), kind[1], kind[2])
+        curve = _parse_curve(body.strip(), kind[1], kind[2])
         for name in (drafter,) if drafter else drafters:
             if name in curves:
                 raise InvalidInputError("acceptance", 0, f"drafter {name!r} has two curves")
             curves[name] = curve
-    return Curves(" ".join(text.split()), curves)
+    return IndependentCurves(" ".join(text.split()), curves)
 
 
-def _named(part: str) -> tuple[str, str]:
+def _split_drafter(part: str) -> tuple[str, str]:
     """Splits a part into (drafter or "", the curve or file)."""
-    found = _DRAFTER.fullmatch(part)
-    return (found[1], found[2]) if found else ("", part)
+    drafter_match = _DRAFTER_PATTERN.fullmatch(part)
+    return (drafter_match[1], drafter_match[2]) if drafter_match else ("", part)
 
 
-def _curve(where: str, kind: str, values: str) -> list[float]:
+def _parse_curve(location: str, kind: str, values: str) -> list[float]:
     numbers = []
     for value in values.split(","):
-        number = finite(value.strip())
+        number = parse_finite(value.strip())
         if number is None or not 0 <= number <= 1:
-            fault = f"{shown(value)} is not a probability, must be in [0, 1]"
-            raise InvalidInputError(shown(where), 0, fault)
+            fault = f"{quote_value(value)} is not a probability, must be in [0, 1]"
+            raise InvalidInputError(quote_value(location), 0, fault)
         numbers.append(number)
     if kind == "geometric" and len(numbers) > 1:
-        raise InvalidInputError(shown(where), 0, "one number is needed")
+        raise InvalidInputError(quote_value(location), 0, "one number is needed")
     if kind == "geometric":
-        return geometric(numbers[0])
-    return conditional(numbers) if kind == "survival" else numbers
+        return geometric_curve(numbers[0])
+    return conditional_curve(numbers) if kind == "survival" else numbers
 
 
-def _acceptance_trace(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> AcceptanceTrace:
-    files = [(drafter, Path(body.strip())) for drafter, body in named]
+def _load_trace(named_parts: Sequence[tuple[str, str]], drafters: Sequence[str]) -> AcceptanceTrace:
+    files = [(drafter, Path(body.strip())) for drafter, body in named_parts]
     rounds = [file.suffix.lower() == ".csv" for _, file in files]
     if all(rounds):
         if len(files) == 1 and not files[0][0] and len(drafters) == 1:

@@ -15,19 +15,19 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.engine_spec import kept_together
+from controller.core.engine_spec import drafters_in_sync
 from controller.core.step_report import StepFlags
 from simulator.batch import Batch
 from simulator.errors import InvalidInputError
 from simulator.policy import ArmChoice, Clairvoyant, FullInformation, Policy, Situation, StepRecord
 from simulator.results import Latencies
-from simulator.surface import MINIMAL_SHARE, CostSurface
+from simulator.surface import MIN_COST_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload
 
 _NOISE_BLOCK = 4096
 _PACE_STEPS = 50.0
 # By (after a gap, switched).
-_FLAGS = {
+_FLAGS_BY_GAP_AND_SWITCH = {
     (gap, switched): StepFlags(after_gap=gap, switched=switched)
     for gap in (False, True)
     for switched in (False, True)
@@ -81,8 +81,8 @@ class EngineOptions:
             ("prefill_chunk_tokens", self.prefill_chunk_tokens >= 1),
             ("stale_acceptance", 0 <= self.stale_acceptance <= 1),
         )
-        for name, good in checks:
-            if not good:
+        for name, is_valid in checks:
+            if not is_valid:
                 raise InvalidInputError(name, 0, f"{getattr(self, name)} is out of range")
 
 
@@ -166,28 +166,32 @@ class _EngineRun:
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
         self._batch = Batch(workload, surface, self._idle_positions)
         self._drafters = [d.name for d in surface.drafters]
-        self._plain_drafters = sum(d.mixture is None for d in surface.drafters)
-        self._drafter_of = [self._drafters.index(arm.drafter) for arm in surface.arms]
+        self._plain_drafter_count = sum(d.mixture is None for d in surface.drafters)
+        self._drafter_by_arm = [self._drafters.index(arm.drafter) for arm in surface.arms]
         self._gammas = [arm.gamma for arm in surface.arms]
         # Plain lists: reading a numpy scalar costs more than the addition.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
         self._last_column = surface.max_batch_size
-        self._backlog = [0.0] * len(self._drafters)
-        together = kept_together(surface.drafters)
+        self._missed_tokens = [0.0] * len(self._drafters)
+        drafters_kept_together = drafters_in_sync(surface.drafters)
         # By drafter, the drafters that are kept in step while it drafts.
-        self._together = [
-            [d for d, other in enumerate(self._drafters) if other in together[name]]
+        self._kept_together = [
+            [
+                d
+                for d, other_name in enumerate(self._drafters)
+                if other_name in drafters_kept_together[name]
+            ]
             for name in self._drafters
         ]
         self._asleep_steps = 0
-        self._stale_left = 0
-        self._noise: list[float] = []
+        self._stale_steps_left = 0
+        self._noise_factors: list[float] = []
         self._pace = 0.0
         self._decision_seconds = 0.0
         self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
-        self._late: deque[StepRecord] = deque()
-        self._now, self._last_arm, self._gap = 0.0, -1, False
+        self._pending_records: deque[StepRecord] = deque()
+        self._now, self._last_arm, self._is_after_gap = 0.0, -1, False
         self.result = RunResult(isinstance(workload, OpenLoop))
 
     def run(self) -> RunResult:
@@ -198,7 +202,7 @@ class _EngineRun:
             if batch.phase_changed:
                 self.result.trace.phase_starts.append((self.result.steps, batch.phase))
                 batch.phase_changed = False
-            if batch.waiting_prefill:
+            if batch.has_waiting_prefill:
                 self._read_prompts()
             if batch.size > 0:
                 self._step()
@@ -209,13 +213,13 @@ class _EngineRun:
                         "workload", 0,
                         f"it has not ended after {options.max_steps} steps: it is too large",
                     )  # fmt: skip
-            elif not batch.waiting_prefill:
+            elif not batch.has_waiting_prefill:
                 arrival = batch.next_arrival()
                 if arrival is None:
                     break
-                self._now, self._gap = max(self._now, arrival), True
+                self._now, self._is_after_gap = max(self._now, arrival), True
         self.result.decision_seconds = self._decision_seconds
-        self.result.latencies = batch.times.finished()
+        self.result.latencies = batch.times.finished_latencies()
         return self.result
 
     def _read_prompts(self) -> None:
@@ -226,29 +230,29 @@ class _EngineRun:
         spent = batch.prefill(options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token)
         spent += self._surface.prefill_pass_seconds
         self._now = self._account(self._now, spent, 0.0)
-        self._gap = True
+        self._is_after_gap = True
 
     def _choose(self, step: int) -> ArmChoice:
         """Delivers the reports whose lag has passed to the policy, and returns its choice."""
-        policy, late, now = self._policy, self._late, self._now
+        policy, pending_records, now = self._policy, self._pending_records, self._now
         if self._clairvoyant is not None:
-            self._clairvoyant.enter(self._situation())
-        began = time.perf_counter()
-        known = step - self._options.lag
-        while late and late[0].step < known:
-            policy.observe(late.popleft(), now)
+            self._clairvoyant.set_situation(self._situation())
+        start_time = time.perf_counter()
+        known_before_step = step - self._options.lag
+        while pending_records and pending_records[0].step < known_before_step:
+            policy.observe(pending_records.popleft(), now)
         choice = policy.choose(self._batch.size, now)
-        self._decision_seconds += time.perf_counter() - began
+        self._decision_seconds += time.perf_counter() - start_time
         return choice
 
     def _situation(self) -> Situation:
         batch, surface = self._batch, self._surface
         kv = batch.kv_tokens
         return Situation(
-            batch.segment(self._now),
+            batch.segment_at(self._now),
             kv,
-            batch.running(),
-            [surface.catch_up_seconds(min(missed, kv)) for missed in self._backlog],
+            batch.running_by_kind(),
+            [surface.catch_up_seconds(min(missed, kv)) for missed in self._missed_tokens],
             self._options.stale_acceptance if self._is_stale() else 1.0,
         )
 
@@ -262,15 +266,15 @@ class _EngineRun:
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)
         counts, classes, tokens = batch.step(
-            self._drafter_of[arm], self._gammas[arm], self._thinning(), choice.rules
+            self._drafter_by_arm[arm], self._gammas[arm], self._thinning(), choice.rules
         )
         if self._idle_positions:
             # The other drafters read the step's tokens, so they miss none.
-            seconds += (self._plain_drafters - 1) * self._surface.catch_up_seconds(tokens)
+            seconds += (self._plain_drafter_count - 1) * self._surface.catch_up_seconds(tokens)
         else:
-            self._keep_up(arm, asleep, tokens)
+            self._update_missed_tokens(arm, asleep, tokens)
         self._now = now = self._account(self._now, seconds, tokens)
-        batch.stamp(now)
+        batch.record_times(now)
         trace = result.trace
         trace.arms.append(arm)
         trace.batch_sizes.append(n)
@@ -284,54 +288,57 @@ class _EngineRun:
         octave = result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
         octave[0] += tokens
         octave[1] += seconds
-        flags = _FLAGS[self._gap, switched]
-        self._late.append(
+        flags = _FLAGS_BY_GAP_AND_SWITCH[self._is_after_gap, switched]
+        self._pending_records.append(
             StepRecord(
-                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes, batch.idle,
+                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes,
+                batch.idle_counts,
                 batch.evidence,
             )
         )  # fmt: skip
-        self._last_arm, self._gap = arm, False
+        self._last_arm, self._is_after_gap = arm, False
 
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
         """Returns the seconds of the step that is about to run, with noise and penalties."""
         surface, options = self._surface, self._options
-        plain = self._seconds[arm][min(n, self._last_column)]
-        base = plain + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
-        base = max(base, MINIMAL_SHARE * plain)
+        reference_seconds = self._seconds[arm][min(n, self._last_column)]
+        base = reference_seconds + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
+        base = max(base, MIN_COST_SHARE * reference_seconds)
         gamma = self._gammas[arm]
         if gamma == 0 and not asleep:
             base *= options.warm_factor
-        seconds = base * (self._noise.pop() if self._noise else self._next_noise())
+        seconds = base * (self._noise_factors.pop() if self._noise_factors else self._next_noise())
         if gamma > 0:
-            drafter = self._drafter_of[arm]
-            if self._backlog[drafter]:
-                seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
-                for d in self._together[drafter]:
-                    self._backlog[d] = 0.0
+            drafter = self._drafter_by_arm[arm]
+            if self._missed_tokens[drafter]:
+                seconds += surface.catch_up_seconds(min(self._missed_tokens[drafter], kv))
+                for d in self._kept_together[drafter]:
+                    self._missed_tokens[d] = 0.0
         if switched:
             seconds += options.switch_seconds
         return seconds
 
-    def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
+    def _update_missed_tokens(self, arm: int, asleep: bool, tokens: float) -> None:
         """Counts the tokens that each drafter missed in this step; updates the stale steps."""
-        sleeping = asleep and self._gammas[arm] == 0
-        running = self._drafter_of[arm]
-        for d in range(len(self._backlog)):
-            if sleeping or d not in self._together[running]:
-                self._backlog[d] += tokens
-        if sleeping:
+        is_sleeping = asleep and self._gammas[arm] == 0
+        running = self._drafter_by_arm[arm]
+        for d in range(len(self._missed_tokens)):
+            if is_sleeping or d not in self._kept_together[running]:
+                self._missed_tokens[d] += tokens
+        if is_sleeping:
             self._asleep_steps += 1
             return
         if self._asleep_steps > self._options.stale_after:
-            self._stale_left = self._options.stale_steps
+            self._stale_steps_left = self._options.stale_steps
         self._asleep_steps = 0
-        self._stale_left = max(0, self._stale_left - 1)
+        self._stale_steps_left = max(0, self._stale_steps_left - 1)
 
     def _is_stale(self) -> bool:
         """Whether a drafter that drafts in this step is stale after a long sleep."""
-        waking = self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
-        return waking or self._stale_left > 0
+        wakes_up_stale = (
+            self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
+        )
+        return wakes_up_stale or self._stale_steps_left > 0
 
     def _thinning(self) -> NDArray[np.float64] | None:
         if not self._is_stale():
@@ -345,34 +352,34 @@ class _EngineRun:
         # The mean is 1, so that noise does not change the expected cost.
         sigma = self._options.noise
         block = np.exp(sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2)
-        wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
-        block[wild] *= self._options.outlier_factor
+        is_outlier = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
+        block[is_outlier] *= self._options.outlier_factor
         if self._options.pace:
-            block *= self._paces()
-        self._noise = block[::-1].tolist()
-        return self._noise.pop()
+            block *= self._pace_factors()
+        self._noise_factors = block[::-1].tolist()
+        return self._noise_factors.pop()
 
-    def _paces(self) -> NDArray[np.float64]:
+    def _pace_factors(self) -> NDArray[np.float64]:
         """Returns the next block's factors of the machine's pace, with mean 1."""
-        sigma, keep = self._options.pace, 1 - 1 / _PACE_STEPS
-        shocks = sigma * math.sqrt(1 - keep * keep) * self._pace_rng.standard_normal(_NOISE_BLOCK)
+        sigma, decay = self._options.pace, 1 - 1 / _PACE_STEPS
+        shocks = sigma * math.sqrt(1 - decay * decay) * self._pace_rng.standard_normal(_NOISE_BLOCK)
         logs = np.empty(_NOISE_BLOCK)
         for i, shock in enumerate(shocks.tolist()):
-            self._pace = logs[i] = keep * self._pace + shock
+            self._pace = logs[i] = decay * self._pace + shock
         factors: NDArray[np.float64] = np.exp(logs - sigma * sigma / 2)
         return factors
 
     def _account(self, now: float, seconds: float, tokens: float) -> float:
         """Adds an interval to the result; a closed loop's last step counts up to its last token."""
         result = self.result
-        segment = self._batch.segment(now)
-        share = self._batch.take(tokens)
+        segment = self._batch.segment_at(now)
+        share = self._batch.count_phase_tokens(tokens)
         while len(result.segment_tokens) <= segment:
             result.segment_tokens.append(0.0)
             result.segment_seconds.append(0.0)
-        wanted, spent = tokens * share, seconds * share
-        result.segment_tokens[segment] += wanted
-        result.segment_seconds[segment] += spent
-        result.tokens += wanted
-        result.seconds += spent
+        counted_tokens, counted_seconds = tokens * share, seconds * share
+        result.segment_tokens[segment] += counted_tokens
+        result.segment_seconds[segment] += counted_seconds
+        result.tokens += counted_tokens
+        result.seconds += counted_seconds
         return now + seconds

@@ -12,17 +12,17 @@ class InvalidInputError(SpeculationError):
         self.source = str(source)
         self.line = line
         self.fault = fault
-        where = f"{source}:{line}" if line else f"{source}"
-        super().__init__(f"{where}: {fault}")
+        location = f"{source}:{line}" if line else f"{source}"
+        super().__init__(f"{location}: {fault}")
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
         """Supports pickling, so that a worker process can return the error."""
         return type(self), (self.source, self.line, self.fault)
 
 
-def require_within(owner: object, least: float, most: float, *names: str) -> None:
+def require_within(owner: object, low: float, high: float, *names: str) -> None:
     """Raises InvalidInputError for the first of these attributes outside [least, most]."""
     for name in names:
         value = getattr(owner, name)
-        if not least <= value <= most:
-            raise InvalidInputError(name, 0, f"{value} must be in [{least:g}, {most:g}]")
+        if not low <= value <= high:
+            raise InvalidInputError(name, 0, f"{value} must be in [{low:g}, {high:g}]")

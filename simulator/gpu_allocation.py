@@ -17,7 +17,7 @@ from math import isfinite, prod
 from controller.core.errors import SpeculationError
 
 # Evaluating more would take over a second.
-_MOST_ALLOCATIONS = 200_000
+_MAX_ALLOCATIONS = 200_000
 
 
 class InvalidPoolError(SpeculationError):
@@ -25,7 +25,7 @@ class InvalidPoolError(SpeculationError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class GpuPool:
     """Cards of one kind.  inference, training: rates of one card, in any unit common to all.
 
     Raises InvalidPoolError.
@@ -39,9 +39,9 @@ class Pool:
     def __post_init__(self) -> None:
         if not self.name or self.gpus < 1:
             raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} GPUs: at least 1 is needed")
-        for what, rate in (("inference", self.inference), ("training", self.training)):
+        for rate_name, rate in (("inference", self.inference), ("training", self.training)):
             if not (isfinite(rate) and rate > 0):
-                raise InvalidPoolError(f"{self.name}: {what} rate {rate} must be above 0")
+                raise InvalidPoolError(f"{self.name}: {rate_name} rate {rate} must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,21 @@ class Demand:
 class Allocation:
     """Holds how many GPUs of each pool train, in the pools' order, and what that gains.
 
-    relative: throughput over all GPUs serving with `untrained`.  break_even: the speedup at which
-    training pays, inf when no card is left to serve.
+    relative_throughput: throughput over all GPUs serving with `untrained`.  break_even_speedup: the
+    speedup at which training pays, inf when no card is left to serve.
     """
 
-    trains: tuple[int, ...]
-    relative: float
-    break_even: float
+    training_gpus: tuple[int, ...]
+    relative_throughput: float
+    break_even_speedup: float
 
     @property
-    def pays(self) -> bool:
+    def is_worthwhile(self) -> bool:
         """Whether training is better than not training."""
-        return self.relative > 1
+        return self.relative_throughput > 1
 
 
-def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
+def allocate(pools: Sequence[GpuPool], demand: Demand) -> Allocation:
     """Finds the best GPUs to train on, of equals those that lose least.  Raises InvalidPoolError.
 
     One is always found, whether it pays or not.
@@ -95,36 +95,45 @@ def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
         raise InvalidPoolError("no pool of GPUs is given")
     if len({pool.name for pool in pools}) < len(pools):
         raise InvalidPoolError("a pool is named twice")
-    if prod(pool.gpus + 1 for pool in pools) > _MOST_ALLOCATIONS:
+    if prod(pool.gpus + 1 for pool in pools) > _MAX_ALLOCATIONS:
         raise InvalidPoolError(
-            f"more than {_MOST_ALLOCATIONS} allocations: count nodes instead of GPUs"
+            f"more than {_MAX_ALLOCATIONS} allocations: count nodes instead of GPUs"
         )
-    able = list(_able(pools, demand))
-    if not able:
-        most = sum(pool.gpus * pool.training for pool in pools)
+    feasible = list(_feasible_allocations(pools, demand))
+    if not feasible:
+        total_training_rate = sum(pool.gpus * pool.training for pool in pools)
         raise InvalidPoolError(
-            f"a training rate of {demand.training} is needed; all GPUs together have {most}"
+            f"a training rate of {demand.training} is needed; all GPUs together have "
+            f"{total_training_rate}"
         )
     return max(
-        (evaluate(pools, demand, trains) for trains in able),
-        key=lambda found: (found.relative, [-x for x in found.trains]),
+        (evaluate_allocation(pools, demand, training_gpus) for training_gpus in feasible),
+        key=lambda allocation: (
+            allocation.relative_throughput,
+            [-x for x in allocation.training_gpus],
+        ),
     )
 
 
-def evaluate(pools: Sequence[Pool], demand: Demand, trains: Sequence[int]) -> Allocation:
+def evaluate_allocation(
+    pools: Sequence[GpuPool], demand: Demand, training_gpus: Sequence[int]
+) -> Allocation:
     """Evaluates an allocation, without checking that it trains enough."""
-    everything = sum(pool.gpus * pool.inference for pool in pools)
-    left = sum(
-        (pool.gpus - count) * pool.inference for pool, count in zip(pools, trains, strict=True)
+    all_serving_rate = sum(pool.gpus * pool.inference for pool in pools)
+    remaining_rate = sum(
+        (pool.gpus - count) * pool.inference
+        for pool, count in zip(pools, training_gpus, strict=True)
     )
-    serving = (1 - demand.share) * everything + demand.share * left
-    without = demand.untrained * everything
-    break_even = without / serving if serving else float("inf")
-    return Allocation(tuple(trains), demand.speedup * serving / without, break_even)
+    mean_serving_rate = (1 - demand.share) * all_serving_rate + demand.share * remaining_rate
+    untrained_rate = demand.untrained * all_serving_rate
+    break_even = untrained_rate / mean_serving_rate if mean_serving_rate else float("inf")
+    return Allocation(
+        tuple(training_gpus), demand.speedup * mean_serving_rate / untrained_rate, break_even
+    )
 
 
-def _able(pools: Sequence[Pool], demand: Demand) -> Iterator[tuple[int, ...]]:
-    for trains in product(*(range(pool.gpus + 1) for pool in pools)):
-        rate = sum(pool.training * count for pool, count in zip(pools, trains, strict=True))
-        if any(trains) and rate >= demand.training * (1 - 1e-9):
-            yield trains
+def _feasible_allocations(pools: Sequence[GpuPool], demand: Demand) -> Iterator[tuple[int, ...]]:
+    for training_gpus in product(*(range(pool.gpus + 1) for pool in pools)):
+        rate = sum(pool.training * count for pool, count in zip(pools, training_gpus, strict=True))
+        if any(training_gpus) and rate >= demand.training * (1 - 1e-9):
+            yield training_gpus

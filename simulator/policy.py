@@ -56,8 +56,8 @@ class StepRecord:
 
     arm: index of the arm that ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label,
     counts) of the batch's request classes, empty if there is only one.  kv_tokens: before the step.
-    idle: the idle drafters, only for a policy with `FullInformation`.  rows: for a choice with
-    rules, None if nothing was drafted.
+    idle_counts: the idle drafters, only for a policy with `FullInformation`.  row_evidence: for a
+    choice with rules, None if nothing was drafted.
     """
 
     step: int
@@ -69,8 +69,8 @@ class StepRecord:
     flags: StepFlags
     probe_id: int
     classes: Sequence[tuple[str, list[int]]] = ()
-    idle: Sequence[IdleCounts] = ()
-    rows: RowEvidence | None = None
+    idle_counts: Sequence[IdleCounts] = ()
+    row_evidence: RowEvidence | None = None
 
 
 class Policy(Protocol):
@@ -104,7 +104,7 @@ class Situation:
 class Clairvoyant(Protocol):
     """A policy that receives the true situation before it chooses."""
 
-    def enter(self, situation: Situation) -> None:
+    def set_situation(self, situation: Situation) -> None:
         """Receives the situation of the next step."""
 
 
@@ -112,8 +112,9 @@ class Clairvoyant(Protocol):
 class FullInformation(Protocol):
     """A policy that has every drafter evaluated on the tokens that each step verifies.
 
-    The engine keeps all drafters in step for it and fills `StepRecord.idle`.  Every step pays the
-    cost: each idle drafter reads the step's tokens at its catch-up cost, and no drafter sleeps.
+    The engine keeps all drafters in step for it and fills `StepRecord.idle_counts`.  Every step
+    pays the cost: each idle drafter reads the step's tokens at its catch-up cost, and no drafter
+    sleeps.
     """
 
     @property

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-Found = TypeVar("Found")
+Found = TypeVar("ScenarioValue")
 
 
 def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
@@ -20,7 +20,7 @@ def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), get_context("spawn"))
 
 
-def run_side_by_side(
+def run_in_parallel(
     work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], processes: int | None = None
 ) -> Iterator[tuple[int, Found]]:
     """Yields the index of each task and the result of `work` on its arguments, as they finish.
@@ -28,10 +28,10 @@ def run_side_by_side(
     After Ctrl-C or a failed task, tasks that have not started are cancelled.
     """
     with make_process_pool(processes) as pool:
-        waiting = {pool.submit(work, *task): i for i, task in enumerate(tasks)}
+        task_by_future = {pool.submit(work, *task): i for i, task in enumerate(tasks)}
         try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
+            for future in as_completed(task_by_future):
+                yield task_by_future[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

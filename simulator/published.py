@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.roofline import Overlap, device, step_seconds
+from controller.core.cost.roofline import Overlap, device_from_data_sheet, step_seconds
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
@@ -96,7 +96,7 @@ _STEP_OVERHEAD = 1.20683946e-3
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafter:
+class _DrafterLimits:
     """Describes a drafter.
 
     gammas_shown: its draft lengths end here unless asked for; gamma_max: here at the latest.
@@ -108,15 +108,15 @@ class _Drafter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _PublishedSource:
     """Describes one publication.
 
     arm_seconds(arm, B): [batch sizes] at KV_REFERENCE.  kv_seconds(arm): of a context token.
     measured(gamma_max): batch sizes, ascending; empty without measurements.
-    prefill, catch_up: seconds a token.
+    prefill, catch_up_seconds: seconds a token.
     """
 
-    drafters: Mapping[str, _Drafter]
+    drafters: Mapping[str, _DrafterLimits]
     arm_seconds: Callable[[Arm, Floats], Floats]
     kv_seconds: Callable[[Arm], float]
     measured: Callable[[int], tuple[int, ...]]
@@ -125,7 +125,7 @@ class _Source:
     curves: Mapping[str, tuple[float, ...]]
 
 
-def names() -> tuple[str, ...]:
+def surface_names() -> tuple[str, ...]:
     """Returns the names of all published surfaces."""
     return tuple(_SOURCES)
 
@@ -153,7 +153,7 @@ def measured_batch_sizes(name: str, gamma_max: int) -> tuple[int, ...]:
     return sizes
 
 
-def surface(
+def published_surface(
     name: str,
     gammas: Sequence[int] | None = None,
     max_batch_size: int | None = None,
@@ -192,7 +192,7 @@ def surface(
     )
 
 
-def _source(name: str) -> _Source:
+def _source(name: str) -> _PublishedSource:
     source = _SOURCES.get(name)
     if source is None:
         raise InvalidInputError(
@@ -201,33 +201,37 @@ def _source(name: str) -> _Source:
     return source
 
 
-def _specs(name: str, source: _Source, gammas: Sequence[int] | None) -> tuple[DrafterSpec, ...]:
+def _specs(
+    name: str, source: _PublishedSource, gammas: Sequence[int] | None
+) -> tuple[DrafterSpec, ...]:
     specs = []
     for drafter, limits in source.drafters.items():
         if gammas is None:
-            mine = set(range(limits.gammas_shown + 1))
+            selected_gammas = set(range(limits.gammas_shown + 1))
         else:
-            mine = {0} | {gamma for gamma in gammas if gamma <= limits.gamma_max}
+            selected_gammas = {0} | {gamma for gamma in gammas if gamma <= limits.gamma_max}
         try:
-            specs.append(DrafterSpec(drafter, limits.kind, tuple(sorted(mine))))
+            specs.append(DrafterSpec(drafter, limits.kind, tuple(sorted(selected_gammas))))
         except InvalidEngineError as error:
             raise InvalidInputError(name, 0, str(error)) from error
-    lost = set(gammas or ()) - {gamma for spec in specs for gamma in spec.gammas}
-    if lost:
-        raise InvalidInputError(name, 0, f"no drafter of it drafts {max(lost)} tokens")
+    unsupported_gammas = set(gammas or ()) - {gamma for spec in specs for gamma in spec.gammas}
+    if unsupported_gammas:
+        raise InvalidInputError(
+            name, 0, f"no drafter of it drafts {max(unsupported_gammas)} tokens"
+        )
     return tuple(specs)
 
 
-def _tide(model: TideModel) -> _Source:
-    def measured(gamma_max: int) -> tuple[int, ...]:
+def _tide_source(model: TideModel) -> _PublishedSource:
+    def measured_sizes(gamma_max: int) -> tuple[int, ...]:
         largest = model.max_batch_size(gamma_max)
         return tuple(sorted({2**i for i in range(largest.bit_length())} | {largest} - {0}))
 
-    return _Source(
-        {"eagle3": _Drafter(DrafterKind.MTP, 5, 64)},
+    return _PublishedSource(
+        {"eagle3": _DrafterLimits(DrafterKind.MTP, 5, 64)},
         lambda arm, batch: model.step_seconds(batch, arm.gamma),
         lambda _: 0.0,
-        measured,
+        measured_sizes,
         prefill=model.last_slope,
         # An EAGLE-3 drafter is one layer.
         catch_up=model.last_slope / model.layers,
@@ -253,11 +257,11 @@ def _llama_kv_seconds(arm: Arm) -> float:
     return _VERIFY[2] + (draft if arm.gamma else 0.0)
 
 
-def _llama() -> _Source:
-    return _Source(
+def _llama_source() -> _PublishedSource:
+    return _PublishedSource(
         {
-            "eagle": _Drafter(DrafterKind.MTP, 8, 64),
-            "ngram": _Drafter(DrafterKind.NGRAM, 8, 64),
+            "eagle": _DrafterLimits(DrafterKind.MTP, 8, 64),
+            "ngram": _DrafterLimits(DrafterKind.NGRAM, 8, 64),
         },
         _llama_arm_seconds,
         _llama_kv_seconds,
@@ -269,8 +273,8 @@ def _llama() -> _Source:
     )
 
 
-def _qwen() -> _Source:
-    gpu = device("B200")
+def _qwen_source() -> _PublishedSource:
+    gpu = device_from_data_sheet("B200")
     kv_seconds = published_qwen.TARGET.kv_bytes_per_token / gpu.bandwidth
 
     def arm_seconds(arm: Arm, batch: Floats) -> Floats:
@@ -280,11 +284,13 @@ def _qwen() -> _Source:
         )[0]
         return row
 
-    head = published_qwen.TARGET.head_params
-    own = max(drafter.active_params - head for drafter in published_qwen.DRAFTERS.values())
-    return _Source(
+    head_params = published_qwen.TARGET.head_params
+    drafter_params = max(
+        drafter.active_params - head_params for drafter in published_qwen.DRAFTERS.values()
+    )
+    return _PublishedSource(
         {
-            name: _Drafter(
+            name: _DrafterLimits(
                 drafter.kind, published_qwen.GAMMA_MAX[name], published_qwen.GAMMA_MAX[name]
             )
             for name, drafter in published_qwen.DRAFTERS.items()
@@ -293,14 +299,14 @@ def _qwen() -> _Source:
         # The read; where compute bounds a step, context is cheaper than this.
         lambda _: kv_seconds,
         lambda _: published_qwen.CONCURRENCIES,
-        prefill=2 * (published_qwen.TARGET.active_params - head) / gpu.peak_flops,
-        catch_up=2 * own / gpu.peak_flops,
+        prefill=2 * (published_qwen.TARGET.active_params - head_params) / gpu.peak_flops,
+        catch_up=2 * drafter_params / gpu.peak_flops,
         curves=published_qwen.SURVIVAL,
     )
 
 
-_SOURCES: Mapping[str, _Source] = {
-    **{name: _tide(model) for name, model in TIDE_MODELS.items()},
-    "h100-llama3.1-8b": _llama(),
-    "b200-qwen3.6-35b-a3b": _qwen(),
+_SOURCES: Mapping[str, _PublishedSource] = {
+    **{name: _tide_source(model) for name, model in TIDE_MODELS.items()},
+    "h100-llama3.1-8b": _llama_source(),
+    "b200-qwen3.6-35b-a3b": _qwen_source(),
 }

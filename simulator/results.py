@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from simulator.errors import InvalidInputError
 
 
-def _no_request() -> NDArray[np.float64]:
+def _empty_array() -> NDArray[np.float64]:
     return np.empty(0)
 
 
@@ -37,15 +37,18 @@ class RequestTimes:
         self.output_tokens.append(output_tokens)
         return len(self.arrival) - 1
 
-    def finished(self) -> "Latencies":
+    def finished_latencies(self) -> "Latencies":
         """Returns the waiting times of the requests that have finished."""
         finish, tokens = np.array(self.finish), np.array(self.output_tokens, dtype=np.float64)
-        done = np.isfinite(finish)
-        arrival, first = np.array(self.arrival)[done], np.array(self.first_token)[done]
-        finish, tokens = finish[done], tokens[done]
+        is_finished = np.isfinite(finish)
+        arrival, first_token = (
+            np.array(self.arrival)[is_finished],
+            np.array(self.first_token)[is_finished],
+        )
+        finish, tokens = finish[is_finished], tokens[is_finished]
         end_to_end = finish - arrival
-        several = tokens > 1
-        tpot = (finish - first)[several] / (tokens[several] - 1)
+        has_several_tokens = tokens > 1
+        tpot = (finish - first_token)[has_several_tokens] / (tokens[has_several_tokens] - 1)
         return Latencies(end_to_end / tokens, tpot, end_to_end)
 
 
@@ -53,15 +56,15 @@ class RequestTimes:
 class Latencies:
     """Holds the waiting times of finished requests, seconds.
 
-    per_token: [requests], from arrival to the last token, divided by the output tokens: the
+    seconds_per_token: [requests], from arrival to the last token, divided by the output tokens: the
     normalised latency of Orca and vLLM (arXiv 2309.06180), which has queueing and prefill in it.
     tpot: [requests of two tokens and more], (finish - first token) / (output tokens - 1).
     end_to_end: [requests], from arrival to the last token.
     """
 
-    per_token: NDArray[np.float64] = field(default_factory=_no_request)
-    tpot: NDArray[np.float64] = field(default_factory=_no_request)
-    end_to_end: NDArray[np.float64] = field(default_factory=_no_request)
+    per_token: NDArray[np.float64] = field(default_factory=_empty_array)
+    tpot: NDArray[np.float64] = field(default_factory=_empty_array)
+    end_to_end: NDArray[np.float64] = field(default_factory=_empty_array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Spread:
     p99: float
 
 
-def spread(seconds: NDArray[np.float64]) -> Spread:
+def summarise_seconds(seconds: NDArray[np.float64]) -> Spread:
     """Summarises [requests] of seconds; all NaN without a request."""
     if len(seconds) == 0:
         return Spread(np.nan, np.nan, np.nan)
@@ -95,8 +98,8 @@ class PolicyOrigin(Enum):
 class Latency:
     """Holds how long requests of an open loop waited, seconds.
 
-    per_token: from arrival to the last token, over the output tokens.  tpot: from the first token
-    to the last, over the output tokens but one.  end_to_end: from arrival to the last token.
+    seconds_per_token: from arrival to the last token, over the output tokens.  tpot: from the first
+    token to the last, over the output tokens but one.  end_to_end: from arrival to the last token.
     """
 
     per_token: Spread
@@ -173,7 +176,7 @@ class Timeline:
 class ScenarioReport:
     """Reports one scenario.
 
-    shifting: its load or its traffic changes during the run.  open_loop: requests have arrival
+    shifting: its load or its traffic changes during the run.  make_open_loop: requests have arrival
     times, so policies are compared by latency.  sustained: by policy, if it was requested.
     """
 
@@ -215,8 +218,8 @@ def to_json(report: SimulationReport) -> str:
 
 def to_values(report: SimulationReport) -> dict[str, Any]:
     """Returns the content of `to_json` as plain values."""
-    found: dict[str, Any] = _ADAPTER.dump_python(report, mode="json")
-    return found
+    values: dict[str, Any] = _ADAPTER.dump_python(report, mode="json")
+    return values
 
 
 def from_json(text: str) -> SimulationReport:
@@ -224,6 +227,8 @@ def from_json(text: str) -> SimulationReport:
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidInputError("report", 0, f"{where or 'text'}: {first['msg']}") from error
+        first_error = error.errors()[0]
+        field_path = ".".join(str(part) for part in first_error["loc"])
+        raise InvalidInputError(
+            "report", 0, f"{field_path or 'text'}: {first_error['msg']}"
+        ) from error

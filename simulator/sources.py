@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.errors import InvalidInputError
-from simulator.reading import Row, csv_rows, finite, shown
+from simulator.text_files import CsvRow, csv_rows, parse_finite, quote_value
 from simulator.workload import (
     AcceptanceSource,
     ClosedLoop,
@@ -22,11 +22,11 @@ from simulator.workload import (
     WorkloadPhase,
 )
 
-_TOKENS_MAX = 10_000_000
-_SECONDS_MAX = 1e12
+_MAX_TOKENS = 10_000_000
+_MAX_SECONDS = 1e12
 
 
-def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
+def draw_lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
     """Draws [requests] lognormal lengths with this mean, at least 8 tokens."""
     sigma = 0.5
     drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
@@ -34,20 +34,22 @@ def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.
 
 
 # [positions] of uint8: accepted drafts by drafter, and the match lengths of a lookup if it has any.
-Drawn = tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8] | None]
+DrawnAcceptance = tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8] | None]
 
 
 class DrawnSource(ABC):
     """Draws requests and their acceptance; requests without given lengths have lognormal ones.
 
-    output_tokens_mean, context_tokens_mean: of their own lengths, see `lengths`.
+    output_tokens_mean, context_tokens_mean: of their own lengths, see `draw_lengths`.
     """
 
     output_tokens_mean: float
     context_tokens_mean: float
 
     @abstractmethod
-    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+    def draw_acceptance(
+        self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
+    ) -> DrawnAcceptance:
         """Draws the acceptance of requests with these lengths, [requests]."""
 
     def pool(
@@ -59,10 +61,10 @@ class DrawnSource(ABC):
     ) -> RequestPool:
         """Draws a pool, as `AcceptanceSource.pool` does."""
         if output_tokens is None:
-            output_tokens = lengths(rng, requests, self.output_tokens_mean)
+            output_tokens = draw_lengths(rng, requests, self.output_tokens_mean)
         if context_tokens is None:
-            context_tokens = lengths(rng, requests, self.context_tokens_mean)
-        accepted, matches = self.drawn(rng, output_tokens)
+            context_tokens = draw_lengths(rng, requests, self.context_tokens_mean)
+        accepted, matches = self.draw_acceptance(rng, output_tokens)
         return RequestPool(
             context_tokens,
             output_tokens,
@@ -73,7 +75,7 @@ class DrawnSource(ABC):
         )
 
 
-class _OfKinds(ABC):
+class _MultiKindSource(ABC):
     """Requests of several kinds, each from a source; `labelled`: the kind is the class label."""
 
     sources: tuple[AcceptanceSource, ...]
@@ -82,11 +84,15 @@ class _OfKinds(ABC):
     @property
     def drafters(self) -> tuple[str, ...]:
         """Returns the drafters that every kind has."""
-        first, *others = self.sources
-        return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+        first_source, *other_sources = self.sources
+        return tuple(
+            d
+            for d in first_source.drafters
+            if all(d in source.drafters for source in other_sources)
+        )
 
     @abstractmethod
-    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+    def request_kinds(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
         """Returns [requests], the index of the source of each."""
 
     def pool(
@@ -97,9 +103,9 @@ class _OfKinds(ABC):
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
         """Draws every request from the source of its kind, as `AcceptanceSource.pool` does."""
-        kinds = self.kinds_of(rng, requests)
+        kinds = self.request_kinds(rng, requests)
         pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        pool = _chosen(pools, kinds)
+        pool = _merge_pools(pools, kinds)
         if not self.labelled:
             return pool
         names = tuple(s.name for s in self.sources)
@@ -107,7 +113,7 @@ class _OfKinds(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture(_OfKinds):
+class KindMixture(_MultiKindSource):
     """Requests of several kinds in random order, with their kind as class label if `labelled`."""
 
     name: str
@@ -115,26 +121,26 @@ class Mixture(_OfKinds):
     weights: tuple[float, ...]
     labelled: bool = False
 
-    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+    def request_kinds(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
         """Draws kinds by weight."""
         share = np.array(self.weights) / sum(self.weights)
         return rng.choice(len(self.sources), size=requests, p=share).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class KindByRequest(_OfKinds):
+class KindByRequest(_MultiKindSource):
     """Requests of several kinds in a given order.  kinds: [requests], indices of `sources`."""
 
     name: str
     sources: tuple[AcceptanceSource, ...]
     kinds: NDArray[np.int64]
 
-    def kinds_of(self, _: np.random.Generator, requests: int) -> NDArray[np.int64]:
+    def request_kinds(self, _: np.random.Generator, requests: int) -> NDArray[np.int64]:
         """Returns the given kinds, repeated if there are more requests."""
         return np.resize(self.kinds, requests)
 
 
-def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
+def _merge_pools(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
     """Takes request i from pool kinds[i], without labels, with the drafters that all pools have.
 
     The kinds of all pools are numbered consecutively, those of the first pool first.
@@ -147,22 +153,24 @@ def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPo
         for kind, (pool, i), length in zip(kinds.tolist(), chosen, output.tolist(), strict=True)
     ]
 
-    def taken(by_pool: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        return np.concatenate([by_pool[kind][at : at + length] for kind, at, length in spans])
+    def gather_spans(by_pool: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        return np.concatenate(
+            [by_pool[kind][start : start + length] for kind, start, length in spans]
+        )
 
     accepted = {
-        drafter: taken([pool.accepted[drafter] for pool in pools])
+        drafter: gather_spans([pool.accepted[drafter] for pool in pools])
         for drafter in pools[0].accepted
         if all(drafter in pool.accepted for pool in pools)
     }
-    known = any(pool.matches is not None for pool in pools)
-    matches = taken([pool.known_matches for pool in pools]) if known else None
+    has_matches = any(pool.matches is not None for pool in pools)
+    matches = gather_spans([pool.known_matches for pool in pools]) if has_matches else None
     labels = np.zeros(len(chosen), dtype=np.int64)
     counts = [pool.kind_count for pool in pools]
-    firsts = np.cumsum([0, *counts])
-    kinds_of = [pool.kind_of.tolist() for pool in pools]
-    within = [kinds_of[kind][i] for i, kind in enumerate(kinds.tolist())]
-    true_kinds: NDArray[np.int64] = firsts[kinds] + np.array(within, dtype=np.int64)
+    first_kinds = np.cumsum([0, *counts])
+    kinds_of = [pool.request_kinds.tolist() for pool in pools]
+    kinds_in_pool = [kinds_of[kind][i] for i, kind in enumerate(kinds.tolist())]
+    true_kinds: NDArray[np.int64] = first_kinds[kinds] + np.array(kinds_in_pool, dtype=np.int64)
     starts = np.cumsum(output) - output
     return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds, matches=matches)
 
@@ -213,8 +221,8 @@ class ClosedSource:
         requests = max(self.requests, 2 * max(p.concurrency for p in self.phases))
         default = MeanTokens(self.output_mean, self.context_mean)
         means = [p.mean_tokens or default for p in self.phases]
-        output = _drawn(rng, requests, [mean.output for mean in means])
-        context = _drawn(rng, requests, [mean.context for mean in means])
+        output = _draw_lengths_by_mean(rng, requests, [mean.output for mean in means])
+        context = _draw_lengths_by_mean(rng, requests, [mean.context for mean in means])
         pools: dict[tuple[int, MeanTokens], RequestPool] = {}
         phases = []
         for spec, mean in zip(self.phases, means, strict=True):
@@ -229,12 +237,12 @@ class ClosedSource:
         return ClosedLoop(tuple(phases))
 
 
-def _drawn(
+def _draw_lengths_by_mean(
     rng: np.random.Generator, requests: int, means: Sequence[float | None]
 ) -> dict[float | None, NDArray[np.int64] | None]:
     """Mean -> lengths, drawn once for each mean in the order of its first use."""
     return {
-        mean: None if mean is None else lengths(rng, requests, mean)
+        mean: None if mean is None else draw_lengths(rng, requests, mean)
         for mean in dict.fromkeys(means)
     }
 
@@ -263,7 +271,7 @@ class OpenSource:
         return OpenLoop(pool, self.arrival_seconds, self.max_concurrency, self.window_seconds)
 
 
-_TIME, _CONTEXT, _OUTPUT = "timestamp", "contexttokens", "generatedtokens"
+_TIME_COLUMN, _CONTEXT_COLUMN, _OUTPUT_COLUMN = "timestamp", "contexttokens", "generatedtokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +306,19 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
     seconds: list[float] = []
     contexts: list[int] = []
     outputs: list[int] = []
-    rows = csv_rows(Path(path), (_TIME, _CONTEXT, _OUTPUT), others=True)
+    rows = csv_rows(
+        Path(path), (_TIME_COLUMN, _CONTEXT_COLUMN, _OUTPUT_COLUMN), allow_other_columns=True
+    )
     for row in itertools.islice(rows, limit):
-        times.append(_time(row))
-        seconds.append(_since(row, times[0], times[-1]))
+        times.append(_parse_time(row))
+        seconds.append(_seconds_after(row, times[0], times[-1]))
         if len(seconds) > 1 and seconds[-1] < seconds[-2]:
-            raise row.fault(f"{_TIME} {shown(row.text(_TIME))} lies before that of the row above")
-        contexts.append(row.whole(_CONTEXT, 0, _TOKENS_MAX))
-        outputs.append(row.whole(_OUTPUT, 1, _TOKENS_MAX))
+            raise row.make_error(
+                f"{_TIME_COLUMN} {quote_value(row.text(_TIME_COLUMN))} lies before that of the row "
+                "above"
+            )
+        contexts.append(row.integer(_CONTEXT_COLUMN, 0, _MAX_TOKENS))
+        outputs.append(row.integer(_OUTPUT_COLUMN, 1, _MAX_TOKENS))
     return Arrivals(
         np.array(seconds, dtype=np.float64) / speed,
         np.array(contexts, dtype=np.int64),
@@ -325,26 +338,26 @@ def poisson_seconds(
     return np.sort(np.repeat(np.arange(len(counts)), counts) + rng.random(counts.sum()))
 
 
-def _time(row: Row) -> float | datetime:
-    text = row.text(_TIME)
-    seconds = finite(text)
+def _parse_time(row: CsvRow) -> float | datetime:
+    text = row.text(_TIME_COLUMN)
+    seconds = parse_finite(text)
     if seconds is None:
         try:
             return datetime.fromisoformat(text)
         except ValueError as error:
-            raise row.fault(
-                f"{_TIME} {shown(text)} is neither a time nor a number of seconds"
+            raise row.make_error(
+                f"{_TIME_COLUMN} {quote_value(text)} is neither a time nor a number of seconds"
             ) from error
-    if abs(seconds) > _SECONDS_MAX:
-        raise row.fault(f"{_TIME} {shown(text)} is not a number of seconds")
+    if abs(seconds) > _MAX_SECONDS:
+        raise row.make_error(f"{_TIME_COLUMN} {quote_value(text)} is not a number of seconds")
     return seconds
 
 
-def _since(row: Row, first: float | datetime, now: float | datetime) -> float:
-    if isinstance(first, float) and isinstance(now, float):
-        return now - first
-    if isinstance(first, datetime) and isinstance(now, datetime):
-        if (first.tzinfo is None) == (now.tzinfo is None):
-            return (now - first).total_seconds()
-        raise row.fault(f"{_TIME}: some rows name a time zone and some do not")
-    raise row.fault(f"{_TIME}: some rows are numbers of seconds and some are dates")
+def _seconds_after(row: CsvRow, start: float | datetime, time: float | datetime) -> float:
+    if isinstance(start, float) and isinstance(time, float):
+        return time - start
+    if isinstance(start, datetime) and isinstance(time, datetime):
+        if (start.tzinfo is None) == (time.tzinfo is None):
+            return (time - start).total_seconds()
+        raise row.make_error(f"{_TIME_COLUMN}: some rows name a time zone and some do not")
+    raise row.make_error(f"{_TIME_COLUMN}: some rows are numbers of seconds and some are dates")

@@ -20,12 +20,12 @@ from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.core.errors import InvalidProfileError
 from controller.core.step_report import MAX_STEP_SECONDS
 from simulator.errors import InvalidInputError
-from simulator.reading import csv_rows, text_lines
+from simulator.text_files import csv_rows, text_lines
 
 COLUMNS = ("batch_size", "num_draft_tokens", "step_seconds")
-_PROFILE_CHARACTERS_MAX = 64 << 20
+_MAX_PROFILE_CHARACTERS = 64 << 20
 # The error quotes the input, which may be the whole file.
-_FAULT_MAX = 300
+_MAX_FAULT_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ def read_step_costs(path: str | Path) -> CostTable:
     """
     seconds: dict[tuple[int, int], float] = {}
     lines: dict[tuple[int, int], int] = {}
-    for row in csv_rows(Path(path), COLUMNS, others=False):
-        size = row.whole("batch_size", 1, MAX_BATCH_SIZE)
-        width = row.whole("num_draft_tokens", 1, MAX_GAMMA + 1)
+    for row in csv_rows(Path(path), COLUMNS, allow_other_columns=False):
+        size = row.integer("batch_size", 1, MAX_BATCH_SIZE)
+        width = row.integer("num_draft_tokens", 1, MAX_GAMMA + 1)
         cell = (size, width - 1)
         if cell in seconds:
             fault = f"batch size {size} at width {width} is in line {lines[cell]} already"
-            raise row.fault(fault)
+            raise row.make_error(fault)
         seconds[cell] = row.number("step_seconds")
         lines[cell] = row.line
         if not 0 < seconds[cell] <= MAX_STEP_SECONDS:
-            raise row.fault(
+            raise row.make_error(
                 f"step_seconds {seconds[cell]:g} must be above 0 and at most {MAX_STEP_SECONDS:g}"
             )
-    return _grid(path, seconds, lines)
+    return _make_table(path, seconds, lines)
 
 
 def write_step_costs(table: CostTable) -> str:
@@ -89,17 +89,17 @@ def write_step_costs(table: CostTable) -> str:
 def read_profile(path: str | Path) -> Profile:
     """Reads a profile of this project.  Raises InvalidInputError."""
     lines = []
-    left = _PROFILE_CHARACTERS_MAX
-    for number, line in text_lines(Path(path), _PROFILE_CHARACTERS_MAX):
-        left -= len(line) + 1
-        if left < 0:
+    characters_left = _MAX_PROFILE_CHARACTERS
+    for number, line in text_lines(Path(path), _MAX_PROFILE_CHARACTERS):
+        characters_left -= len(line) + 1
+        if characters_left < 0:
             raise InvalidInputError(path, number, "the file is too large for a profile")
         lines.append(line)
     try:
         return Profile.from_json("\n".join(lines))
     except InvalidProfileError as error:
         fault = f"is not a profile: {error}"
-        raise InvalidInputError(path, 0, fault[:_FAULT_MAX]) from error
+        raise InvalidInputError(path, 0, fault[:_MAX_FAULT_CHARACTERS]) from error
 
 
 def profile_table(profile: Profile, drafter: str, source: str | Path = "profile") -> CostTable:
@@ -112,15 +112,15 @@ def profile_table(profile: Profile, drafter: str, source: str | Path = "profile"
     decoding or of a draft length that other batch sizes have, or a number outside the limits of an
     engine.
     """
-    own = [cell for cell in profile.cells if cell.drafter == drafter]
-    sizes = {cell.batch_size for cell in own}
+    drafter_cells = [cell for cell in profile.cells if cell.drafter == drafter]
+    sizes = {cell.batch_size for cell in drafter_cells}
     plain = [cell for cell in profile.cells if cell.gamma == 0 and cell.batch_size in sizes]
     seconds: dict[tuple[int, int], float] = {}
     # The drafter's own cells come last and take precedence.
-    for cell in [*plain, *own]:
+    for cell in [*plain, *drafter_cells]:
         limits = (MAX_GAMMA, MAX_BATCH_SIZE, MAX_STEP_SECONDS)
-        found = (cell.gamma, cell.batch_size, cell.step_seconds)
-        if any(value > most for value, most in zip(found, limits, strict=True)):
+        values = (cell.gamma, cell.batch_size, cell.step_seconds)
+        if any(value > limit for value, limit in zip(values, limits, strict=True)):
             fault = (
                 f"drafter {drafter!r}, gamma {cell.gamma}, batch size {cell.batch_size}, "
                 f"{cell.step_seconds:g} s: gamma goes up to {MAX_GAMMA}, the batch size to "
@@ -129,12 +129,14 @@ def profile_table(profile: Profile, drafter: str, source: str | Path = "profile"
             raise InvalidInputError(source, 0, fault)
         seconds[cell.batch_size, cell.gamma] = cell.step_seconds
     if not seconds:
-        known = sorted({cell.drafter for cell in profile.cells})
-        raise InvalidInputError(source, 0, f"drafter {drafter!r} was not measured, {known} were")
-    return _grid(source, seconds, {})
+        measured_drafters = sorted({cell.drafter for cell in profile.cells})
+        raise InvalidInputError(
+            source, 0, f"drafter {drafter!r} was not measured, {measured_drafters} were"
+        )
+    return _make_table(source, seconds, {})
 
 
-def _grid(
+def _make_table(
     source: str | Path,
     seconds: Mapping[tuple[int, int], float],
     lines: Mapping[tuple[int, int], int],
@@ -145,9 +147,9 @@ def _grid(
     for size in sizes:
         for gamma in gammas:
             if (size, gamma) not in seconds:
-                first = min((line for (b, _), line in lines.items() if b == size), default=0)
-                what = "plain decoding" if gamma == 0 else "other batch sizes have it"
-                fault = f"batch size {size} lacks num_draft_tokens {gamma + 1} ({what})"
-                raise InvalidInputError(source, first, fault)
+                first_line = min((line for (b, _), line in lines.items() if b == size), default=0)
+                detail = "plain decoding" if gamma == 0 else "other batch sizes have it"
+                fault = f"batch size {size} lacks num_draft_tokens {gamma + 1} ({detail})"
+                raise InvalidInputError(source, first_line, fault)
     table = [[seconds[size, gamma] for size in sizes] for gamma in gammas]
     return CostTable(tuple(sizes), tuple(gammas), np.array(table, dtype=np.float64))

@@ -21,11 +21,14 @@ from simulator.step_costs import CostTable, profile_table, read_step_costs
 # For a table without a context length; context has no cost then.
 _KV_REFERENCE = 512.0
 # What drafters of these names are; others are MTP, serial passes.
-KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
+DRAFTER_KINDS_BY_NAME: Mapping[str, DrafterKind] = {
+    "ngram": DrafterKind.NGRAM,
+    "dflash": DrafterKind.DFLASH,
+}
 # An EAGLE drafter is one layer; current targets have thirty and more.
 _DRAFTER_SHARE_OF_TOKEN = 1 / 32
 # A context below the reference makes no step cheaper than this share of its price there.
-MINIMAL_SHARE = 0.1
+MIN_COST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,12 @@ class CostSurface:
 
     def step_seconds(self, batch_size: int, kv_tokens: float) -> NDArray[np.float64]:
         """[arms] seconds of a step at this context, as the engine charges them."""
-        plain = self.seconds[:, min(batch_size, self.max_batch_size)]
-        context = self.kv_seconds * (kv_tokens - batch_size * self.kv_reference)
+        reference_seconds = self.seconds[:, min(batch_size, self.max_batch_size)]
+        context_seconds = self.kv_seconds * (kv_tokens - batch_size * self.kv_reference)
         # Less context never makes a step free.
-        seconds: NDArray[np.float64] = np.maximum(plain + context, MINIMAL_SHARE * plain)
+        seconds: NDArray[np.float64] = np.maximum(
+            reference_seconds + context_seconds, MIN_COST_SHARE * reference_seconds
+        )
         return seconds
 
     def catch_up_seconds(self, tokens: float) -> float:
@@ -76,24 +81,24 @@ class CostSurface:
             return 0.0
         return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
 
-    def only(self, *drafters: str) -> "CostSurface":
+    def with_drafters(self, *drafters: str) -> "CostSurface":
         """Returns the surface with these drafters alone."""
-        keep = [i for i, arm in enumerate(self.arms) if arm.drafter in drafters]
+        kept_rows = [i for i, arm in enumerate(self.arms) if arm.drafter in drafters]
         return replace(
             self,
             drafters=tuple(d for d in self.drafters if d.name in drafters),
-            seconds=self.seconds[keep],
-            kv_seconds=self.kv_seconds[keep],
+            seconds=self.seconds[kept_rows],
+            kv_seconds=self.kv_seconds[kept_rows],
         )
 
     @property
-    def plain(self) -> "CostSurface":
+    def without_mixtures(self) -> "CostSurface":
         """Returns the surface without mixtures, which are the last of its drafters."""
         if all(d.mixture is None for d in self.drafters):
             return self
-        return self.only(*(d.name for d in self.drafters if d.mixture is None))
+        return self.with_drafters(*(d.name for d in self.drafters if d.mixture is None))
 
-    def profile(
+    def make_profile(
         self,
         fingerprint: Fingerprint,
         batch_sizes: Sequence[int],
@@ -144,7 +149,7 @@ def csv_surface(
 
     kv_reference, seconds_per_kv_token: context tokens per sequence of the measurement, and the cost
     of one more; the files do not contain them.  They do not contain the costs of prompts and of
-    catching up either, which are derived: see `_with_derived_prices`.
+    catching up either, which are derived: see `_add_derived_prices`.
     """
     if not paths:
         raise InvalidInputError("step costs", 0, "no file is named")
@@ -155,37 +160,39 @@ def csv_surface(
     name = "+".join(dict.fromkeys(Path(path).stem for path in paths.values()))
     surface = table_surface(name, tables, kinds, max_batch_size)
     return replace(
-        _with_derived_prices(surface, tables),
+        _add_derived_prices(surface, tables),
         kv_seconds=np.full(len(surface.arms), seconds_per_kv_token),
         kv_reference=kv_reference,
     )
 
 
-def _with_derived_prices(surface: CostSurface, tables: Mapping[str, CostTable]) -> CostSurface:
+def _add_derived_prices(surface: CostSurface, tables: Mapping[str, CostTable]) -> CostSurface:
     """Returns the surface with the costs that a step-cost table does not contain.
 
     A token of a prompt costs what one more token adds to the largest pass of the first table, which
     is compute-bound.  A token that a drafter missed costs the drafter's share of that.  Catching up
     also costs one pass of the drafter: what drafting adds to a step of the smallest batch.
     """
-    first = next(iter(tables.values()))
-    width = first.gammas[-1] + 1
-    if len(first.batch_sizes) > 1:
-        sizes, seconds = first.batch_sizes[-2:], first.seconds[-1, -2:]
-        token = (seconds[1] - seconds[0]) / ((sizes[1] - sizes[0]) * width)
+    first_table = next(iter(tables.values()))
+    width = first_table.gammas[-1] + 1
+    if len(first_table.batch_sizes) > 1:
+        sizes, seconds = first_table.batch_sizes[-2:], first_table.seconds[-1, -2:]
+        token_seconds = (seconds[1] - seconds[0]) / ((sizes[1] - sizes[0]) * width)
     else:
-        token = (first.seconds[-1, 0] - first.seconds[0, 0]) / (first.batch_sizes[0] * width)
-    token = max(0.0, float(token))
-    passes = [
+        token_seconds = (first_table.seconds[-1, 0] - first_table.seconds[0, 0]) / (
+            first_table.batch_sizes[0] * width
+        )
+    token_seconds = max(0.0, float(token_seconds))
+    pass_seconds = [
         (table.seconds[1, 0] - table.seconds[0, 0]) / table.gammas[1]
         for table in tables.values()
         if len(table.gammas) > 1
     ]
     return replace(
         surface,
-        prefill_seconds_per_token=token,
-        catch_up_seconds_per_token=_DRAFTER_SHARE_OF_TOKEN * token,
-        catch_up_pass_seconds=max([0.0, *map(float, passes)]),
+        prefill_seconds_per_token=token_seconds,
+        catch_up_seconds_per_token=_DRAFTER_SHARE_OF_TOKEN * token_seconds,
+        catch_up_pass_seconds=max([0.0, *map(float, pass_seconds)]),
     )
 
 
@@ -247,16 +254,18 @@ def table_surface(
     except InvalidEngineError as error:
         raise InvalidInputError(name, 0, str(error)) from error
     batch = np.maximum(np.arange(largest + 1, dtype=np.float64), 1.0)
-    plain = _over_batch(next(iter(tables.values())), 0, batch)
+    plain = _interpolate_batch(next(iter(tables.values())), 0, batch)
     rows = [
-        plain if gamma == 0 else _over_batch(table, i, batch)
+        plain if gamma == 0 else _interpolate_batch(table, i, batch)
         for table in tables.values()
         for i, gamma in enumerate(table.gammas)
     ]
     return CostSurface(name, specs, np.vstack(rows), np.zeros(len(rows)), _KV_REFERENCE)
 
 
-def _over_batch(table: CostTable, row: int, batch: NDArray[np.float64]) -> NDArray[np.float64]:
+def _interpolate_batch(
+    table: CostTable, row: int, batch: NDArray[np.float64]
+) -> NDArray[np.float64]:
     sizes, seconds = np.array(table.batch_sizes, dtype=np.float64), table.seconds[row]
     inside: NDArray[np.float64] = np.interp(batch, sizes, seconds)
     if len(sizes) < 2:
@@ -279,7 +288,7 @@ class MixtureCost:
     share_of_step: float = 0.0
 
 
-def with_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> CostSurface:
+def add_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> CostSurface:
     """Returns the surface with these mixtures behind its drafters, by name.
 
     They have the draft lengths of their main drafter but 0.
@@ -288,11 +297,11 @@ def with_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> 
     the place of the lookup.
     """
     specs, seconds, kv_seconds = [*surface.drafters], [surface.seconds], [surface.kv_seconds]
-    known = {d.name: d for d in surface.drafters}
+    drafters_by_name = {d.name: d for d in surface.drafters}
     for name, cost in mixtures.items():
-        _require_parts(surface, name, cost)
+        _require_mixture_parts(surface, name, cost)
         rows = [i for i, arm in enumerate(surface.arms) if arm.drafter == cost.main and arm.gamma]
-        gammas = tuple(gamma for gamma in known[cost.main].gammas if gamma)
+        gammas = tuple(gamma for gamma in drafters_by_name[cost.main].gammas if gamma)
         mixture = Mixture(cost.main, cost.free)
         try:
             specs.append(DrafterSpec(name, DrafterKind.MIXTURE, gammas, mixture=mixture))
@@ -309,13 +318,15 @@ def with_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> 
     )
 
 
-def _require_parts(surface: CostSurface, name: str, cost: MixtureCost) -> None:
-    known = {d.name: d for d in surface.drafters}
-    if name in known:
+def _require_mixture_parts(surface: CostSurface, name: str, cost: MixtureCost) -> None:
+    drafters_by_name = {d.name: d for d in surface.drafters}
+    if name in drafters_by_name:
         raise InvalidInputError(surface.name, 0, f"{name!r} is already a drafter")
     for part in (cost.main, cost.free):
-        if part not in known:
-            raise InvalidInputError(surface.name, 0, f"{part!r} is not one of {list(known)}")
-    if cost.main == cost.free or known[cost.free].kind is not DrafterKind.NGRAM:
+        if part not in drafters_by_name:
+            raise InvalidInputError(
+                surface.name, 0, f"{part!r} is not one of {list(drafters_by_name)}"
+            )
+    if cost.main == cost.free or drafters_by_name[cost.free].kind is not DrafterKind.NGRAM:
         fault = f"{cost.free!r} is not a lookup (kind ngram) beside {cost.main!r}"
         raise InvalidInputError(surface.name, 0, fault)

@@ -55,34 +55,34 @@ class RequestPool:
         return np.full(positions, _UNKNOWN_MATCH, dtype=np.uint8)
 
     @property
-    def kind_of(self) -> NDArray[np.int64]:
+    def request_kinds(self) -> NDArray[np.int64]:
         """Returns [requests], the true kind of each; zeros where all are alike."""
         return np.zeros(self.requests, dtype=np.int64) if self.kinds is None else self.kinds
 
     @property
     def kind_count(self) -> int:
         """Counts the kinds, those without a request included."""
-        return int(self.kind_of.max(initial=0)) + 1
+        return int(self.request_kinds.max(initial=0)) + 1
 
-    def steps(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.int64]:
+    def steps_per_request(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.int64]:
         """Returns [gammas, requests] steps until each request is finished, replayed alone.
 
         A step starts where the last one ended, so positions within an accepted draft are skipped.
         Raises KeyError for an unknown drafter.
         """
 
-        def at(gamma: int) -> NDArray[np.int64]:
+        def replay_gamma(gamma: int) -> NDArray[np.int64]:
             gained = np.minimum(self.accepted[drafter], gamma).astype(np.int64) + 1
-            return self.replayed(lambda cursor, _: gained[cursor])
+            return self.replay_steps(lambda cursor, _: gained[cursor])
 
-        return np.array([at(gamma) for gamma in gammas])
+        return np.array([replay_gamma(gamma) for gamma in gammas])
 
-    def replayed(
-        self, gained: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+    def replay_steps(
+        self, tokens_gained: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
     ) -> NDArray[np.int64]:
         """Returns [requests] steps until each request is finished, if all begin together.
 
-        gained: the tokens of a step at these positions of the pool, and of these requests.
+        tokens_gained: the tokens of a step at these positions of the pool, and of these requests.
         """
         steps = np.zeros(self.requests, dtype=np.int64)
         request = np.flatnonzero(self.output_tokens > 0)
@@ -91,7 +91,7 @@ class RequestPool:
         step = 0
         while len(request):
             step += 1
-            cursor = cursor + gained(cursor, request)
+            cursor = cursor + tokens_gained(cursor, request)
             running = cursor < end
             if not running.all():
                 steps[request[~running]] = step
@@ -99,13 +99,13 @@ class RequestPool:
         return steps
 
     def tokens_per_step(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.float64]:
-        """Returns [gammas] mean tokens that a sequence gains in a step; see `steps`.
+        """Returns [gammas] mean tokens that a sequence gains in a step; see `steps_per_request`.
 
         Tokens past the end of a request do not count.  Raises KeyError for an unknown drafter.
         """
-        mean: NDArray[np.float64] = self.output_tokens.sum() / self.steps(drafter, gammas).sum(
-            axis=1
-        )
+        mean: NDArray[np.float64] = self.output_tokens.sum() / self.steps_per_request(
+            drafter, gammas
+        ).sum(axis=1)
         return mean
 
 
@@ -168,7 +168,7 @@ class WorkloadPhase:
     begins: PhaseStart = PhaseStart.DRAINED
 
     @property
-    def at_once(self) -> bool:
+    def is_sudden(self) -> bool:
         """Whether the traffic changes within one step, instead of request by request."""
         return self.begins is not PhaseStart.DRAINED
 

@@ -27,7 +27,7 @@ from engine_shim.sglang.training.students import DraftStudent
 
 # Positions at a signal's beginning that are only context in the evaluation of a drafter: in service
 # the drafter saw the positions before them.
-_CONTEXT: Final = 16
+_MIN_CONTEXT_POSITIONS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,20 @@ class AdaptSettings:
             raise ValueError(f"learning rate {self.learning_rate} must be in (0, 1)")
 
 
-def split(signals: Sequence[Signal], every: int) -> tuple[list[Signal], list[Signal]]:
-    """Splits signals into (train, eval); one of `every` signals is held out, at least one.
+def split_signals(
+    signals: Sequence[Signal], holdout_interval: int
+) -> tuple[list[Signal], list[Signal]]:
+    """Splits signals into (train, eval): one of each `holdout_interval` is held out.
 
     Raises ValueError for fewer than two signals.
     """
     if len(signals) < 2:
         raise ValueError(f"{len(signals)} signals cannot be split: two or more are needed")
-    held = set(range(min(every, len(signals)) - 1, len(signals), every))
-    train = [signal for index, signal in enumerate(signals) if index not in held]
-    return train, [signals[index] for index in sorted(held)]
+    held_out_indices = set(
+        range(min(holdout_interval, len(signals)) - 1, len(signals), holdout_interval)
+    )
+    train = [signal for index, signal in enumerate(signals) if index not in held_out_indices]
+    return train, [signals[index] for index in sorted(held_out_indices)]
 
 
 def served_acceptance(signals: Sequence[Signal]) -> float | None:
@@ -77,56 +81,59 @@ def served_acceptance(signals: Sequence[Signal]) -> float | None:
 
 
 @torch.no_grad()
-def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
+def acceptance_rate(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
     """Computes the acceptance rate that the drafter would have had on these tokens; 0 without any.
 
     It steps like an engine: `depth` greedy drafts, then it continues after the accepted drafts and
     one more token.  A draft counts as accepted if it equals the token that was served.
     """
-    depth = min(depth, student.most_drafts or depth)
-    runs = _runs(student, signals, depth)
+    depth = min(depth, student.max_drafts or depth)
+    runs = _accepted_runs(student, signals, depth)
     tried = sum(min(run + 1, depth) for run in runs)
     return sum(runs) / tried if tried else 0.0
 
 
 @torch.no_grad()
 def acceptance_length(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
-    """Computes the mean tokens per verification in the steps of `acceptance`; 1 without any."""
-    runs = _runs(student, signals, min(depth, student.most_drafts or depth))
+    """Computes the mean tokens per verification in the steps of `acceptance_rate`, at least 1."""
+    runs = _accepted_runs(student, signals, min(depth, student.max_drafts or depth))
     return 1 + sum(runs) / max(len(runs), 1)
 
 
-def _runs(student: DraftStudent, signals: Sequence[Signal], depth: int) -> list[int]:
+def _accepted_runs(student: DraftStudent, signals: Sequence[Signal], depth: int) -> list[int]:
     """Counts the accepted drafts of each step."""
     runs: list[int] = []
     for signal in signals:
-        matches = _matches(student, signal, depth)
-        at = 0
-        while at < len(matches):
-            runs.append(matches[at])
-            at += matches[at] + 1
+        matches = _accepted_per_anchor(student, signal, depth)
+        position = 0
+        while position < len(matches):
+            runs.append(matches[position])
+            position += matches[position] + 1
     return runs
 
 
-def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
+def _accepted_per_anchor(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
     """Counts for each anchor how many of its first drafts equal the served tokens."""
     # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
     rows = len(signal.tokens) - depth - 1
     if rows < 1:
         return []
-    first = min(_first_anchor(signal), rows - 1)
+    first_anchor = min(_first_anchor(signal), rows - 1)
     device = student.embedding.device
     tokens = signal.tokens[None].to(device)
     positions = torch.arange(signal.start, signal.start + rows, device=device)
     features = signal.features[None, :rows].to(device, torch.float32)
-    unrolled = student.unroll(features, tokens, depth, first_anchor=first, positions=positions)
-    right = torch.stack(
+    unrolled = student.unroll(
+        features, tokens, depth, first_anchor=first_anchor, positions=positions
+    )
+    is_match = torch.stack(
         [
-            student.drafted(logits)[0] == tokens[0, first + 2 + step : rows + 2 + step]
+            student.drafted_tokens(logits)[0]
+            == tokens[0, first_anchor + 2 + step : rows + 2 + step]
             for step, logits in enumerate(unrolled)
         ]
     )
-    matches: list[int] = right.long().cumprod(0).sum(0).tolist()
+    matches: list[int] = is_match.long().cumprod(0).sum(0).tolist()
     return matches
 
 
@@ -137,96 +144,100 @@ def _first_anchor(signal: Signal) -> int:
     context than the drafter had in service, the first positions are skipped.
     """
     after_prompt = max(signal.context - 1, 0)
-    has_all = signal.context and not signal.start
-    return after_prompt if has_all else max(after_prompt, _CONTEXT)
+    has_full_context = signal.context and not signal.start
+    return after_prompt if has_full_context else max(after_prompt, _MIN_CONTEXT_POSITIONS)
 
 
-def fine_tuned(
+def fine_tune(
     student: DraftStudent,
     signals: Sequence[Signal],
     settings: AdaptSettings,
-    progress: Callable[[float, float], None] | None = None,
+    on_progress: Callable[[float, float], None] | None = None,
 ) -> DraftStudent:
-    """Trains a copy.  progress: called with the completed share of the work and the loss in nats.
+    """Trains a copy.  on_progress: called with the completed share and the loss in nats.
 
     Raises NotFiniteError.
     """
-    made = copy.deepcopy(student)
-    longest = max(len(signal.tokens) for signal in signals)
+    trained = copy.deepcopy(student)
+    longest_signal = max(len(signal.tokens) for signal in signals)
     learner = OnlineStudent(
-        made,
+        trained,
         OnlineSettings(
             learning_rate=settings.learning_rate,
-            anchors=longest,
-            window=longest + 1,
+            anchors=longest_signal,
+            window=longest_signal + 1,
             top=signals[0].top_tokens.shape[1],
         ),
     )
-    order = random.Random(settings.seed)
-    depth = made.most_drafts or settings.depth
+    rng = random.Random(settings.seed)
+    depth = trained.max_drafts or settings.depth
     steps = settings.passes * -(-len(signals) // settings.batch)
-    for step, batch in enumerate(_batches(signals, settings, order), start=1):
-        found = _round(batch, made.embedding.device, teach_prompts=settings.teach_prompts)
-        update = learner.learn(found, depth)
-        if progress is not None:
-            progress(step / steps, update.loss)
-    return made
+    for step, batch in enumerate(_batches(signals, settings, rng), start=1):
+        training_round = _make_round(
+            batch, trained.embedding.device, teach_prompts=settings.teach_prompts
+        )
+        update = learner.learn(training_round, depth)
+        if on_progress is not None:
+            on_progress(step / steps, update.loss)
+    return trained
 
 
 def _batches(
-    signals: Sequence[Signal], settings: AdaptSettings, order: random.Random
+    signals: Sequence[Signal], settings: AdaptSettings, rng: random.Random
 ) -> Iterator[list[Signal]]:
     for _ in range(settings.passes):
         shuffled = list(signals)
-        order.shuffle(shuffled)
+        rng.shuffle(shuffled)
         for start in range(0, len(shuffled), settings.batch):
             yield shuffled[start : start + settings.batch]
 
 
-def _round(signals: Sequence[Signal], device: torch.device, *, teach_prompts: bool) -> Round:
+def _make_round(signals: Sequence[Signal], device: torch.device, *, teach_prompts: bool) -> Round:
     """Makes a round of signals: right-aligned, the shorter ones padded."""
     longest = max(len(signal.tokens) for signal in signals)
     top = min(signal.top_tokens.shape[1] for signal in signals)
 
-    def aligned(parts: Sequence[Tensor]) -> Tensor:
+    def right_align(parts: Sequence[Tensor]) -> Tensor:
         padded = [
             functional.pad(part, (0, 0) * (part.dim() - 1) + (longest - len(part), 0))
             for part in parts
         ]
         return torch.stack(padded).to(device)
 
-    ones = [torch.ones(len(signal.tokens), dtype=torch.bool) for signal in signals]
-    taught = [
-        ones[index] if teach_prompts else _behind(signal, torch.ones(len(signal.top_logs))).bool()
+    valid_masks = [torch.ones(len(signal.tokens), dtype=torch.bool) for signal in signals]
+    taught_masks = [
+        valid_masks[index]
+        if teach_prompts
+        else _pad_prompt(signal, torch.ones(len(signal.top_logs))).bool()
         for index, signal in enumerate(signals)
     ]
-    following = [_following(signal, top) for signal in signals]
+    successors = [_successor_targets(signal, top) for signal in signals]
     return Round(
-        tokens=aligned([signal.tokens for signal in signals]),
-        features=aligned([signal.features.float() for signal in signals]),
-        top_tokens=aligned([tokens for tokens, _ in following]),
-        top_logs=aligned([logs for _, logs in following]),
-        taught=aligned(taught),
-        valid=aligned(ones),
-        positions=aligned(
+        tokens=right_align([signal.tokens for signal in signals]),
+        features=right_align([signal.features.float() for signal in signals]),
+        top_tokens=right_align([tokens for tokens, _ in successors]),
+        top_logs=right_align([logs for _, logs in successors]),
+        has_target=right_align(taught_masks),
+        valid=right_align(valid_masks),
+        positions=right_align(
             [torch.arange(signal.start, signal.start + len(signal.tokens)) for signal in signals]
         ),
     )
 
 
-def _following(signal: Signal, top: int) -> tuple[Tensor, Tensor]:
+def _successor_targets(signal: Signal, top: int) -> tuple[Tensor, Tensor]:
     """Returns the likeliest next tokens and their log-probabilities, [n, top], of all positions.
 
     A prompt's position has the next token with probability 1, and no other.
     """
-    tokens = _behind(signal, signal.top_tokens[:, :top].long())
-    logs = _behind(signal, signal.top_logs[:, :top])
-    before = signal.context
-    tokens[:before, 0] = signal.tokens[1 : before + 1]
-    logs[:before, 1:] = -torch.inf
+    tokens = _pad_prompt(signal, signal.top_tokens[:, :top].long())
+    logs = _pad_prompt(signal, signal.top_logs[:, :top])
+    prompt_positions = signal.context
+    tokens[:prompt_positions, 0] = signal.tokens[1 : prompt_positions + 1]
+    logs[:prompt_positions, 1:] = -torch.inf
     return tokens, logs
 
 
-def _behind(signal: Signal, rows: Tensor) -> Tensor:
+def _pad_prompt(signal: Signal, rows: Tensor) -> Tensor:
     """Prepends zeros for the prompt's positions to the rows of the other positions."""
     return torch.cat([rows.new_zeros(signal.context, *rows.shape[1:]), rows])

@@ -27,24 +27,26 @@ INDEX: Final = f"{WEIGHTS}.index.json"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 # Fused matrices of a live model, and the parts that a checkpoint stores.
-_FUSED: Final = {
+_FUSED_PARTS: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 # Tensors of an EAGLE3 checkpoint that are not parameters of its student.
-_NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
+_NON_PARAMETERS: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 
-def save_draft(student: Eagle3Student, folder: Path) -> None:
+def save_eagle3(student: Eagle3Student, folder: Path) -> None:
     """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
     shape = student.shape
     vocabulary = shape.decoder.vocabulary
-    parts = {_draft_name(name): part for name, part in split(student.state_dict(), shape.decoder)}
+    parts = {
+        _draft_name(name): part for name, part in split_fused(student.state_dict(), shape.decoder)
+    }
     if shape.own_head:
-        own = torch.arange(vocabulary) if student.tokens is None else student.tokens
+        target_ids = torch.arange(vocabulary) if student.tokens is None else student.tokens
         # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
-        parts["d2t"] = own - torch.arange(len(own), device=own.device)
-        parts["t2d"] = torch.isin(torch.arange(vocabulary), own.cpu())
+        parts["d2t"] = target_ids - torch.arange(len(target_ids), device=target_ids.device)
+        parts["t2d"] = torch.isin(torch.arange(vocabulary), target_ids.cpu())
     layers = {EAGLE_LAYERS: list(shape.feature_layers)} if shape.feature_layers else {}
     norms = {
         name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)
@@ -55,13 +57,13 @@ def save_draft(student: Eagle3Student, folder: Path) -> None:
         parts,
         EAGLE3,
         model_type="llama",
-        draft_vocab_size=shape.drafts if shape.own_head else None,
+        draft_vocab_size=shape.draft_vocabulary_size if shape.own_head else None,
         **({"eagle_config": layers} if layers else {}),
         **norms,
     )
 
 
-def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> Eagle3Student:
+def load_eagle3(folder: Path, embedding: Tensor, head: Tensor | None = None) -> Eagle3Student:
     """Reads an EAGLE3 draft, in float32, beside the target's ``embedding`` and ``head``.
 
     The embedding in a checkpoint is ignored, as in SGLang.  Raises UnsupportedDrafterError for a
@@ -71,10 +73,12 @@ def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> E
     shape = students.eagle3_shape(config)
     offsets = parts.get("d2t")
     # SGLang's hot_token_id.
-    hot = None if offsets is None else offsets + torch.arange(len(offsets))
-    student = Eagle3Student(shape, embedding.float(), head, students.draft_tokens(hot, shape))
+    hot_token_ids = None if offsets is None else offsets + torch.arange(len(offsets))
+    student = Eagle3Student(
+        shape, embedding.float(), head, students.draft_tokens(hot_token_ids, shape)
+    )
     student.load_state_dict(
-        {_live_name(name): part for name, part in parts.items() if name not in _NOT_LEARNT}
+        {_live_name(name): part for name, part in parts.items() if name not in _NON_PARAMETERS}
     )
     return student.eval()
 
@@ -89,7 +93,7 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
     save_model(
         folder,
         shape.decoder,
-        dict(split(student.state_dict(), shape.decoder)),
+        dict(split_fused(student.state_dict(), shape.decoder)),
         DFLASH,
         layer_types=["full_attention"] * shape.decoder.layers,
         block_size=shape.block,
@@ -130,11 +134,15 @@ def _live_name(stored: str) -> str:
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads a checkpoint's config, and its weights in float32 with fused matrices."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return config, join(load_file(folder / WEIGHTS))
+    return config, join_fused(load_file(folder / WEIGHTS))
 
 
 def save_model(
-    folder: Path, shape: DecoderShape, parts: Mapping[str, Tensor], architecture: str, **more: Any
+    folder: Path,
+    shape: DecoderShape,
+    parts: Mapping[str, Tensor],
+    architecture: str,
+    **extra_config: Any,
 ) -> None:
     """Writes a checkpoint; more: fields of its config besides the sizes of the decoder."""
     config = {
@@ -148,7 +156,7 @@ def save_model(
         "architectures": [architecture],
         "model_type": "qwen3",
         "tie_word_embeddings": False,
-        **more,
+        **extra_config,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, config)
@@ -171,29 +179,29 @@ def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
     file.chmod(0o644)
 
 
-def split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
+def split_fused(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) as a checkpoint stores a live model's state."""
     heads = [shape.query_width, shape.kv_width, shape.kv_width]
     sizes = {"qkv_proj": heads, "gate_up_proj": [shape.mlp, shape.mlp]}
     for name, tensor in state.items():
-        fused = next((part for part in _FUSED if part in name), None)
+        fused = next((part for part in _FUSED_PARTS if part in name), None)
         if fused is None:
             yield name, tensor
             continue
-        for part, rows in zip(_FUSED[fused], tensor.split(sizes[fused]), strict=True):
+        for part, rows in zip(_FUSED_PARTS[fused], tensor.split(sizes[fused]), strict=True):
             yield name.replace(fused, part), rows
 
 
-def join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def join_fused(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the state of a live model, in float32, from the tensors of a checkpoint.
 
     Raises KeyError if a part of a fused matrix is missing.
     """
     state = dict(parts)
-    for fused, pieces in _FUSED.items():
+    for fused, pieces in _FUSED_PARTS.items():
         for name in (name for name in parts if pieces[0] in name):
-            together = [state.pop(name.replace(pieces[0], piece)) for piece in pieces]
-            state[name.replace(pieces[0], fused)] = torch.cat(together)
+            tensors = [state.pop(name.replace(pieces[0], piece)) for piece in pieces]
+            state[name.replace(pieces[0], fused)] = torch.cat(tensors)
     return {
         name: part.float() if part.is_floating_point() else part for name, part in state.items()
     }

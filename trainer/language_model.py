@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from engine_shim.sglang.training import blocks
 from engine_shim.sglang.training.students import UnsupportedDrafterError, decoder_shape
-from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, join
+from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, join_fused
 
-_MOST_LAYERS: Final = 1000
-_SIZES: Final = (
+_MAX_LAYERS: Final = 1000
+_SIZE_FIELDS: Final = (
     "hidden", "heads", "kv_heads", "head_dim", "mlp", "layers", "vocabulary", "max_positions",
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, feature_layers: Collection[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the head's input, [batch, length, hidden], and the features."""
-        rotation = self.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
+        rotation = self.rotary.compute_rotation(torch.arange(tokens.shape[1], device=tokens.device))
         residual = self.model.embed_tokens(tokens)
         features = []
         for index, layer in enumerate(self.model.layers):
@@ -128,11 +128,13 @@ def language_shape(
 
     families: by the architecture in the config.
     """
-    named = config.get("architectures") or ["nothing"]
-    family = families.get(str(named[0]))
+    architectures = config.get("architectures") or ["nothing"]
+    family = families.get(str(architectures[0]))
     if family is None:
-        known = ", ".join(families)
-        raise UnsupportedDrafterError(f"its architecture is {named[0]}; it can be {known}")
+        known_names = ", ".join(families)
+        raise UnsupportedDrafterError(
+            f"its architecture is {architectures[0]}; it can be {known_names}"
+        )
     kinds = set(config.get("layer_types") or ())
     obstacles = {
         "its weights are quantised": config.get("quantization_config"),
@@ -141,22 +143,22 @@ def language_shape(
         "its layers do not see the whole context": config.get("use_sliding_window")
         or kinds - {"full_attention"},
     }
-    for reason, is_so in obstacles.items():
-        if is_so:
+    for reason, applies in obstacles.items():
+        if applies:
             raise UnsupportedDrafterError(reason)
     # The default of transformers for a Qwen3 without this field.
-    default = {"head_dim": 128} if family is blocks.QWEN3 else {}
-    decoder = decoder_shape({**default, **config}, may_stretch=True)
+    defaults = {"head_dim": 128} if family is blocks.QWEN3 else {}
+    decoder = decoder_shape({**defaults, **config}, may_stretch=True)
     _require_sizes(decoder)
     return LanguageShape(decoder, family, bool(config.get("tie_word_embeddings", False)))
 
 
 def _require_sizes(shape: blocks.DecoderShape) -> None:
-    for name in _SIZES:
+    for name in _SIZE_FIELDS:
         value = getattr(shape, name)
         if not isinstance(value, int) or value < 1:
             raise UnsupportedDrafterError(f"its config has {value!r} as {name}")
-    if shape.heads % shape.kv_heads or shape.head_dim % 2 or shape.layers > _MOST_LAYERS:
+    if shape.heads % shape.kv_heads or shape.head_dim % 2 or shape.layers > _MAX_LAYERS:
         raise UnsupportedDrafterError(
             f"{shape.heads} heads, {shape.kv_heads} of them with keys, {shape.head_dim} wide in "
             f"{shape.layers} layers are not a valid decoder"
@@ -178,7 +180,7 @@ def load_language_model(folder: Path) -> LanguageModel:
     state = read_state(folder)
     if shape.tied:
         state.pop("lm_head.weight", None)
-    put_state(model, state, folder)
+    load_state(model, state, folder)
     model.rotary = blocks.Rotary(shape.decoder)
     return model.eval()
 
@@ -187,16 +189,16 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     """Reads weights in float32, under a live model's names.  Raises ModelFolderError."""
     parts: dict[str, Tensor] = {}
     try:
-        for name in _files(folder):
+        for name in _weight_files(folder):
             parts.update(load_file(folder / name))
-        return join({name: part for name, part in parts.items() if "rotary_emb" not in name})
+        return join_fused({name: part for name, part in parts.items() if "rotary_emb" not in name})
     except (OSError, SafetensorError) as error:
         raise ModelFolderError(f"the weights of {folder} cannot be read: {error}") from error
     except (KeyError, RuntimeError) as error:
         raise ModelFolderError(f"the weights of {folder} do not fit together: {error}") from error
 
 
-def put_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+def load_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
     """Loads weights into a model made on "meta".  Raises ModelFolderError if they do not fit."""
     for name, part in state.items():
         if not bool(torch.isfinite(part).all()):
@@ -207,7 +209,7 @@ def put_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> No
         raise ModelFolderError(f"the weights of {folder} do not fit its config: {error}") from error
 
 
-def _files(folder: Path) -> list[str]:
+def _weight_files(folder: Path) -> list[str]:
     """Returns the names of the weight files."""
     index = folder / INDEX
     if not index.exists():

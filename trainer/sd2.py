@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import (
     QWEN3,
-    STEERED,
+    STEERED_FAMILIES,
     DecoderShape,
     Family,
     Llama3Rope,
@@ -42,17 +42,17 @@ from engine_shim.sglang.training.blocks import (
 )
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
 from engine_shim.sglang.training.students import UnsupportedDrafterError
-from trainer.checkpoint import save_model, split
+from trainer.checkpoint import save_model, split_fused
 from trainer.language_model import (
     LanguageModel,
     ModelFolderError,
     language_shape,
-    put_state,
+    load_state,
     read_config,
     read_state,
 )
 
-_DECODER: Final = "decoder."
+_DECODER_PREFIX: Final = "decoder."
 # Fields of Llama3Rope, and their names in a config.
 _ROPE_KEYS: Final = {
     "factor": "factor",
@@ -114,7 +114,9 @@ class Sd2Draft(nn.Module):
         Returns [batch, L, vocabulary].
         """
         model = self.decoder.model
-        rotation = self.decoder.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
+        rotation = self.decoder.rotary.compute_rotation(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         residual = model.embed_tokens(tokens)
         for layer, steer in zip(model.layers, self.steer, strict=True):
             bias = None if steering is None else steer(steering)
@@ -122,42 +124,46 @@ class Sd2Draft(nn.Module):
         return functional.linear(model.norm(residual), self.decoder.head)
 
 
-def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
+def draw_random_offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
     """Draws for each row the row whose hidden states steer it, [batch, rows].
 
     The distance is uniform from 0 to drafts - 1 rows (the paper's delta): the distance of the last
     verified position from each draft of a round.
     """
-    back = torch.randint(drafts, (batch, rows), generator=generator)
-    return (torch.arange(rows) - back).clamp_min(0)
+    rows_back = torch.randint(drafts, (batch, rows), generator=generator)
+    return (torch.arange(rows) - rows_back).clamp_min(0)
 
 
-def blocked_offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
-    """Draws `offsets` as in serving: one row steers itself and the rest of its block.
+def draw_blocked_offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
+    """Draws `draw_random_offsets` as in serving: one row steers itself and the rest of its block.
 
     Blocks have `drafts` rows, and begin at a random row in each text (appendix A.4).
     """
-    first = torch.randint(drafts, (batch, 1), generator=generator)
+    first_row = torch.randint(drafts, (batch, 1), generator=generator)
     row = torch.arange(rows)
-    return (row - (row - first) % drafts).clamp_min(0)
+    return (row - (row - first_row) % drafts).clamp_min(0)
 
 
 def divergence(
-    draft: Sd2Draft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
+    draft: Sd2Draft, tokens: Tensor, logits: Tensor, features: Tensor | None, steering_rows: Tensor
 ) -> Tensor:
     """Computes the mean KL(verifier || draft) of each row's next token, in nats.
 
     tokens: [batch, L].  logits: the verifier's, [batch, L, vocabulary].  features: its hidden
-    states, [batch, L, feature layers * its width], None to train without steering.  back: see
-    `offsets`, [batch, L - 1].
+    states, [batch, L, feature layers * its width], None to train without steering.  steering_rows:
+    see `draw_random_offsets`, [batch, L - 1].
     """
     steering = None
     if features is not None:
         rows = torch.arange(tokens.shape[0])[:, None]
-        steering = draft.steering(features[rows, back])
-    mine = functional.log_softmax(draft(tokens[:, 1:], steering), dim=-1)
-    theirs = functional.log_softmax(logits[:, 1:], dim=-1)
-    return functional.kl_div(mine, theirs, log_target=True, reduction="none").sum(-1).mean()
+        steering = draft.steering(features[rows, steering_rows])
+    draft_log_probs = functional.log_softmax(draft(tokens[:, 1:], steering), dim=-1)
+    target_log_probs = functional.log_softmax(logits[:, 1:], dim=-1)
+    return (
+        functional.kl_div(draft_log_probs, target_log_probs, log_target=True, reduction="none")
+        .sum(-1)
+        .mean()
+    )
 
 
 @torch.no_grad()
@@ -170,10 +176,10 @@ def greedy_chain(
     """
     steering = draft.steering(features) if steered else None
     for _ in range(drafts):
-        grown = tokens.shape[1] - 1 - features.shape[1]
+        drafted_count = tokens.shape[1] - 1 - features.shape[1]
         g = None
         if steering is not None:
-            g = torch.cat([steering, steering[:, -1:].expand(-1, grown, -1)], dim=1)
+            g = torch.cat([steering, steering[:, -1:].expand(-1, drafted_count, -1)], dim=1)
         newest = draft(tokens[:, 1:], g)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, newest], dim=1)
     return tokens[:, -drafts:]
@@ -182,8 +188,8 @@ def greedy_chain(
 def save_sd2(draft: Sd2Draft, folder: Path) -> None:
     """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
-    (architecture,) = [name for name, family in STEERED.items() if family == shape.family]
-    parts = split(draft.state_dict(), shape.decoder)
+    (architecture,) = [name for name, family in STEERED_FAMILIES.items() if family == shape.family]
+    parts = split_fused(draft.state_dict(), shape.decoder)
     save_model(
         folder,
         shape.decoder,
@@ -207,7 +213,7 @@ def load_sd2(folder: Path) -> Sd2Draft:
     with torch.device("meta"):
         draft = Sd2Draft(shape)
     state = read_state(folder)
-    put_state(draft, {_live_name(name): part for name, part in state.items()}, folder)
+    load_state(draft, {_live_name(name): part for name, part in state.items()}, folder)
     draft.decoder.rotary = Rotary(shape.decoder)
     return draft.eval()
 
@@ -217,7 +223,7 @@ def sd2_shape(config: Mapping[str, Any]) -> Sd2Shape:
 
     Without ``target_hidden_size`` the steering vector has the drafter's own width.
     """
-    decoder, family, tied = language_shape(config, STEERED)
+    decoder, family, tied = language_shape(config, STEERED_FAMILIES)
     layers = (config.get("eagle_config") or {}).get(EAGLE_LAYERS)
     if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
         raise UnsupportedDrafterError(f"its eagle_config names no {EAGLE_LAYERS}")
@@ -234,17 +240,19 @@ def _rope_fields(rope: Llama3Rope | None) -> dict[str, Any]:
 
 def _stored_name(live: str) -> str:
     layer = re.fullmatch(r"steer\.(\d+)\.weight", live)
-    return f"model.layers.{layer[1]}.mlp.steer.weight" if layer else live.removeprefix(_DECODER)
+    return (
+        f"model.layers.{layer[1]}.mlp.steer.weight" if layer else live.removeprefix(_DECODER_PREFIX)
+    )
 
 
 def _live_name(stored: str) -> str:
     layer = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.steer\.weight", stored)
     if layer:
         return f"steer.{layer[1]}.weight"
-    return stored if stored == "mix.weight" else _DECODER + stored
+    return stored if stored == "mix.weight" else _DECODER_PREFIX + stored
 
 
-class Offsets(StrEnum):
+class OffsetMode(StrEnum):
     """Names how the hidden states that steer a row are drawn: per row, or per block."""
 
     RANDOM = "random"
@@ -271,7 +279,7 @@ class Sd2Training:
     batch: int = 24
     together: int = 24
     drafts: int = 8
-    offsets: Offsets = Offsets.RANDOM
+    offsets: OffsetMode = OffsetMode.RANDOM
     learning_rate: float = 2e-5
     steering_factor: float = 1.0
     warmup_steps: int = 1000
@@ -293,14 +301,14 @@ class Sd2Training:
         if self.frozen and not self.steered:
             raise ValueError("a frozen drafter without steering has no parameters to train")
 
-    def rate(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0."""
         warmup = min(self.warmup_steps, self.steps // 4)
         if step < warmup:
             share = 0.1 + 0.9 * step / warmup
         else:
-            turned = (step - warmup) / max(1, self.steps - warmup)
-            share = 0.1 + 0.9 * (1 + math.cos(math.pi * turned)) / 2
+            progress = (step - warmup) / max(1, self.steps - warmup)
+            share = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * share
 
 
@@ -318,74 +326,85 @@ def train_sd2(
     Raises DivergedError, and ValueError if drafter and target do not fit.
     """
     _require_fit(draft, target)
-    learning = [*draft.decoder.parameters()] if not training.frozen else []
-    steering = [*draft.mix.parameters(), *draft.steer.parameters()] if training.steered else []
+    drafter_parameters = [*draft.decoder.parameters()] if not training.frozen else []
+    steering_parameters = (
+        [*draft.mix.parameters(), *draft.steer.parameters()] if training.steered else []
+    )
     for parameter in draft.parameters():
         parameter.requires_grad = False
-    for parameter in (*learning, *steering):
+    for parameter in (*drafter_parameters, *steering_parameters):
         parameter.requires_grad = True
     groups: list[dict[str, Any]] = [
-        {"params": learning, "factor": 1.0},
-        {"params": steering, "factor": training.steering_factor},
+        {"params": drafter_parameters, "factor": 1.0},
+        {"params": steering_parameters, "factor": training.steering_factor},
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=0.0,
         weight_decay=training.weight_decay,
     )
-    draw = offsets if training.offsets is Offsets.RANDOM else blocked_offsets
+    draw_offsets = (
+        draw_random_offsets if training.offsets is OffsetMode.RANDOM else draw_blocked_offsets
+    )
     generator = torch.Generator().manual_seed(training.seed)
     draft.train()
     for step in range(training.steps):
         for group in optimizer.param_groups:
-            group["lr"] = group["factor"] * training.rate(step)
+            group["lr"] = group["factor"] * training.learning_rate_at(step)
         tokens = next(batches)
-        back = draw(tokens.shape[1] - 1, len(tokens), training.drafts, generator)
+        steering_rows = draw_offsets(tokens.shape[1] - 1, len(tokens), training.drafts, generator)
         optimizer.zero_grad()
-        loss = _accumulate(draft, target, tokens, back, training)
+        loss = _accumulate_gradients(draft, target, tokens, steering_rows, training)
         if not math.isfinite(loss):
             raise DivergedError(f"the loss of step {step + 1} is {loss}: lower the learning rate")
-        nn.utils.clip_grad_norm_([*learning, *steering], training.clip)
+        nn.utils.clip_grad_norm_([*drafter_parameters, *steering_parameters], training.clip)
         optimizer.step()
         if on_step is not None:
             on_step(step, loss)
     draft.eval()
 
 
-def _accumulate(
-    draft: Sd2Draft, target: LanguageModel, tokens: Tensor, back: Tensor, training: Sd2Training
+def _accumulate_gradients(
+    draft: Sd2Draft,
+    target: LanguageModel,
+    tokens: Tensor,
+    steering_rows: Tensor,
+    training: Sd2Training,
 ) -> float:
     """Accumulates the gradients of a batch, and returns its mean loss."""
     device = target.head.device
     total = 0.0
-    for some, rows in zip(
-        tokens.split(training.together), back.split(training.together), strict=True
+    for chunk, rows in zip(
+        tokens.split(training.together), steering_rows.split(training.together), strict=True
     ):
-        texts = some.to(device)
+        texts = chunk.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             with torch.no_grad():
                 logits, features = target.logits_and_features(texts, draft.shape.feature_layers)
-            known = torch.cat(features, dim=-1) if training.steered else None
-            loss = divergence(draft, texts, logits, known, rows.to(device))
-        share = len(some) / len(tokens)
+            steering_features = torch.cat(features, dim=-1) if training.steered else None
+            loss = divergence(draft, texts, logits, steering_features, rows.to(device))
+        share = len(chunk) / len(tokens)
         (loss * share).backward()
         total += loss.item() * share
     return total
 
 
 def _require_fit(draft: Sd2Draft, target: LanguageModel) -> None:
-    own, theirs = draft.shape, target.shape
-    if own.decoder.vocabulary != theirs.vocabulary:
+    draft_shape, target_shape = draft.shape, target.shape
+    if draft_shape.decoder.vocabulary != target_shape.vocabulary:
         raise ValueError(
-            f"the drafter has a vocabulary of {own.decoder.vocabulary} tokens, the target of "
-            f"{theirs.vocabulary}"
+            f"the drafter has a vocabulary of {draft_shape.decoder.vocabulary} tokens, the target "
+            "of "
+            f"{target_shape.vocabulary}"
         )
-    if own.target_hidden != theirs.hidden:
+    if draft_shape.target_hidden != target_shape.hidden:
         raise ValueError(
-            f"the drafter is steered by hidden states of {own.target_hidden} numbers, those of the "
-            f"target have {theirs.hidden}"
+            f"the drafter is steered by hidden states of {draft_shape.target_hidden} numbers, "
+            "those of the "
+            f"target have {target_shape.hidden}"
         )
-    if not all(0 <= layer < theirs.layers for layer in own.feature_layers):
+    if not all(0 <= layer < target_shape.layers for layer in draft_shape.feature_layers):
         raise ValueError(
-            f"the drafter reads layers {own.feature_layers} of a target with {theirs.layers}"
+            f"the drafter reads layers {draft_shape.feature_layers} of a target with "
+            f"{target_shape.layers}"
         )

@@ -23,7 +23,7 @@ from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, write_json
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 # Errors that malformed configs or weights can cause.
-MALFORMED: Final = (
+MALFORMED_ERRORS: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -59,10 +59,10 @@ class TargetParts:
     @property
     def layers(self) -> int:
         """Returns the number of the target's layers.  Raises TargetError."""
-        found = _text(self.config).get("num_hidden_layers")
-        if type(found) is not int:
-            raise TargetError(f"the target's config has no num_hidden_layers, but {found!r}")
-        return found
+        layer_count = _text_config(self.config).get("num_hidden_layers")
+        if type(layer_count) is not int:
+            raise TargetError(f"the target's config has no num_hidden_layers, but {layer_count!r}")
+        return layer_count
 
 
 def read_target(folder: Path) -> TargetParts:
@@ -71,10 +71,10 @@ def read_target(folder: Path) -> TargetParts:
     Raises TargetError.
     """
     try:
-        return _read(folder)
+        return _read_parts(folder)
     except TargetError:
         raise
-    except MALFORMED as error:
+    except MALFORMED_ERRORS as error:
         raise TargetError(f"{folder} cannot be read as a target: {error!r}") from error
 
 
@@ -92,57 +92,63 @@ def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
     # safetensors makes the file readable for the owner only; a trainer often runs as another user.
     (folder / WEIGHTS).chmod(0o644)
     size = sum(part.nbytes for part in stored.values())
-    places = dict.fromkeys(stored, WEIGHTS)
-    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    weight_map = dict.fromkeys(stored, WEIGHTS)
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     for file in source.glob("*.py"):
         shutil.copy(file, folder)
 
 
-def _read(folder: Path) -> TargetParts:
+def _read_parts(folder: Path) -> TargetParts:
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    places = _places(folder)
-    embedding = _named(places, EMBEDDING)
+    tensor_files = _find_tensor_files(folder)
+    embedding = _find_tensor_name(tensor_files, EMBEDDING)
     if embedding is None:
         raise TargetError(f"{folder} has no {EMBEDDING} in safetensors files")
-    tied = config.get("tie_word_embeddings", _text(config).get("tie_word_embeddings"))
-    head = None if tied else _named(places, HEAD)
+    tied = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
+    head = None if tied else _find_tensor_name(tensor_files, HEAD)
     if tied is False and head is None:
         raise TargetError(f"{folder} has no {HEAD}, and its config does not tie the head")
     return TargetParts(
         config,
-        _tensor(places[embedding], embedding),
-        None if head is None else _tensor(places[head], head),
+        _read_matrix(tensor_files[embedding], embedding),
+        None if head is None else _read_matrix(tensor_files[head], head),
     )
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _find_tensor_files(folder: Path) -> dict[str, Path]:
     """Returns the file of every tensor."""
     index = folder / INDEX
     if index.exists():
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / Path(file).name for name, file in found.items()}
-    places: dict[str, Path] = {}
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / Path(file).name for name, file in weight_map.items()}
+    tensor_files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            places |= dict.fromkeys(file.keys(), path)
-    return places
+            tensor_files |= dict.fromkeys(file.keys(), path)
+    return tensor_files
 
 
-def _named(places: Mapping[str, Path], name: str) -> str | None:
+def _find_tensor_name(tensor_files: Mapping[str, Path], name: str) -> str | None:
     """Finds a tensor's full name; a model for images and text has a prefix before it."""
-    same = [found for found in places if found == name or found.endswith("." + name)]
-    return min(same, key=len, default=None)
+    matching_names = [
+        tensor_name
+        for tensor_name in tensor_files
+        if tensor_name == name or tensor_name.endswith("." + name)
+    ]
+    return min(matching_names, key=len, default=None)
 
 
-def _tensor(path: Path, name: str) -> Tensor:
+def _read_matrix(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
-        found: Tensor = file.get_tensor(name)
-    if found.dim() != 2 or not found.is_floating_point():
-        raise TargetError(f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, not a matrix")
-    return found
+        matrix: Tensor = file.get_tensor(name)
+    if matrix.dim() != 2 or not matrix.is_floating_point():
+        raise TargetError(
+            f"{path}: {name} is {matrix.dtype} of {tuple(matrix.shape)}, not a matrix"
+        )
+    return matrix
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text model, which is nested in that of an image and text model."""
-    found = config.get("text_config")
-    return found if isinstance(found, dict) else config
+    text_config = config.get("text_config")
+    return text_config if isinstance(text_config, dict) else config

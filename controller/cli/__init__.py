@@ -18,13 +18,13 @@ from controller.cli import (
     serve,
     top,
 )
-from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
-from controller.cli.simulator import WithSimulator
+from controller.cli.output import Output, OutputOption, print_error, print_line, print_result
+from controller.cli.simulator import CommandGroup
 from controller.util.exit_codes import Exit
 
 app = typer.Typer(
     name="controller",
-    cls=WithSimulator,
+    cls=CommandGroup,
     help="Chooses the draft length of speculative decoding while LLM engines serve.",
     # Subcommands inherit it.
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -46,8 +46,8 @@ app.command("replay")(replay.replay)
 app.command("report")(replay.report)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         version()
         raise typer.Exit
 
@@ -69,14 +69,14 @@ def version(output: OutputOption = Output.TABLE) -> None:
     """Prints the version."""
     import controller
 
-    found = controller.__version__
-    show_one("Version", {"version": found}, output, [found], lambda: print_line(found))
+    number = controller.__version__
+    print_result("Version", {"version": number}, output, [number], lambda: print_line(number))
 
 
 def main() -> None:
     """Entry point of the `controller` script."""
     try:
-        with completion.for_bash(os.environ):
+        with completion.join_bash_words(os.environ):
             app(prog_name="controller")
     except SystemExit as ended:
         # The reader of the pipe closed it before everything was printed.

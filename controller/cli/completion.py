@@ -28,7 +28,7 @@ def engine_ids(context: typer.Context, incomplete: str) -> list[str]:
         )
         return (status.engine.engine_id for status in answer.engines)
 
-    return _offered(context, incomplete, ask)
+    return _matching_ids(context, incomplete, ask)
 
 
 def override_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -39,9 +39,9 @@ def override_ids(context: typer.Context, incomplete: str) -> list[str]:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
             policy_pb2.ListOverridesRequest(), **options
         )
-        return (held.override.override_id for held in answer.overrides if not held.origin)
+        return (entry.override.override_id for entry in answer.overrides if not entry.origin)
 
-    return _offered(context, incomplete, ask)
+    return _matching_ids(context, incomplete, ask)
 
 
 def profile_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -54,58 +54,60 @@ def profile_ids(context: typer.Context, incomplete: str) -> list[str]:
         )
         return (item.profile_id for item in answer.profiles)
 
-    return _offered(context, incomplete, ask)
+    return _matching_ids(context, incomplete, ask)
 
 
-def _offered(
+def _matching_ids(
     context: typer.Context, incomplete: str, ask: Callable[..., Iterable[str]]
 ) -> list[str]:
     # An error offers nothing: there is no place to print it while the shell completes.
     with contextlib.suppress(Exception):
         return [
-            one for one in _asked(context, ask) if one.startswith(incomplete) and one.isprintable()
+            candidate
+            for candidate in _query_ids(context, ask)
+            if candidate.startswith(incomplete) and candidate.isprintable()
         ]
     return []
 
 
-def _asked(context: typer.Context, ask: Callable[..., Iterable[str]]) -> list[str]:
+def _query_ids(context: typer.Context, ask: Callable[..., Iterable[str]]) -> list[str]:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from controller.client.channels import Credentials
     from controller.util.sockets import sidecar_address
 
-    given = (
+    address_text = (
         context.params.get("address")
         or context.params.get("sidecar")
         or os.environ.get("CONTROLLER_ADDRESS")
     )
-    address = sidecar_address(str(given or DEFAULT_ADDRESS))
+    address = sidecar_address(str(address_text or DEFAULT_ADDRESS))
     credentials = Credentials.for_address(address)
     with credentials.channel(address) as channel:
         return list(ask(channel, timeout=_ANSWER_SECONDS_MAX, metadata=credentials.metadata()))
 
 
 @contextlib.contextmanager
-def for_bash(variables: MutableMapping[str, str]) -> Iterator[None]:
+def join_bash_words(variables: MutableMapping[str, str]) -> Iterator[None]:
     """Joins, while the block runs, the words that bash has split at colons.
 
     Ids such as pod-7:30000 and addresses have colons.  Bash passes pod-7, : and 3 as words, and
     replaces only what follows the last colon.  variables: the environment; its COMP_WORDS and
     COMP_CWORD are changed.
     """
-    words, position = variables.get("COMP_WORDS", ""), variables.get("COMP_CWORD", "")
+    command_line, position = variables.get("COMP_WORDS", ""), variables.get("COMP_CWORD", "")
     if variables.get("_CONTROLLER_COMPLETE") != "complete_bash" or not position.isdecimal():
         yield
         return
-    separator = "\n" if "\n" in words else " "
-    until = separator.join(words.split(separator)[: int(position) + 1])
-    joined = re.sub(rf"{separator}?:{separator}?", ":", until)
+    separator = "\n" if "\n" in command_line else " "
+    line_to_cursor = separator.join(command_line.split(separator)[: int(position) + 1])
+    joined = re.sub(rf"{separator}?:{separator}?", ":", line_to_cursor)
     variables["COMP_WORDS"] = joined
     variables["COMP_CWORD"] = str(joined.count(separator))
-    kept = joined.rpartition(separator)[2].rpartition(":")[:2]
-    offered = io.StringIO()
+    completed_prefix = joined.rpartition(separator)[2].rpartition(":")[:2]
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(offered):
+        with contextlib.redirect_stdout(output):
             yield
     finally:
-        for word in offered.getvalue().splitlines():
-            print(word.removeprefix("".join(kept)))
+        for candidate in output.getvalue().splitlines():
+            print(candidate.removeprefix("".join(completed_prefix)))

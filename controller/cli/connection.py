@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import refuse
+from controller.cli.output import exit_with_error
 from controller.util.exit_codes import Exit
-from controller.util.text import printable
+from controller.util.text import to_printable
 
 if TYPE_CHECKING:
     import grpc
@@ -38,7 +38,7 @@ Address = Annotated[
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 
-def for_operators(address: str) -> str:
+def to_operators_address(address: str) -> str:
     """Returns the operators' address: the socket next to the sidecar's, or its TCP address."""
     from controller.util.sockets import operators_address
 
@@ -46,11 +46,13 @@ def for_operators(address: str) -> str:
 
 
 @contextmanager
-def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterator[grpc.Channel]":
+def open_connection(
+    address: str, hints: Mapping[Exit, str] | None = None
+) -> "Iterator[grpc.Channel]":
     """Opens a channel.  If a call fails, ends the command with one line and an exit code.
 
-    address: of the sidecar, for calls that only read; its `for_operators` address for all others.
-    hints: text that follows the error, by exit code.
+    address: of the sidecar, for calls that only read; its `to_operators_address` address for all
+    others. hints: text that follows the error, by exit code.
     """
     import os
 
@@ -63,25 +65,28 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
         with open_channel(address) as channel:
             yield channel
     except EndlessListError as error:
-        refuse("", error, Exit.FAILED)
+        exit_with_error("", error, Exit.FAILED)
     except grpc.RpcError as error:
-        details, code = _failure(address, error)
+        details, code = _failure_text(address, error)
         hint = (hints or {}).get(code, "")
-        refuse("", printable(f"{details}{hint and '; '}{hint}"), code)
+        exit_with_error("", to_printable(f"{details}{hint and '; '}{hint}"), code)
 
 
-def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
+def _failure_text(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     """Returns one line of text and the exit code for a failed call."""
-    from controller.client.channels import why_silent
-    from controller.util.sockets import why_denied
+    from controller.client.channels import connection_failure_reason
+    from controller.util.sockets import permission_denied_reason
 
     details = error.details() or error.code().name
-    if is_away(error):
-        if denied := why_denied(address):
-            return f"{address}: {denied}", Exit.DENIED
-        return f"no sidecar answers at {address}: {why_silent(address, details)}", Exit.NO_SIDECAR
-    found: Any = error.trailing_metadata() or ()
-    kind = next((str(value) for name, value in found if name == "speculation-error"), "")
+    if is_unreachable(error):
+        if denied_reason := permission_denied_reason(address):
+            return f"{address}: {denied_reason}", Exit.DENIED
+        return (
+            f"no sidecar answers at {address}: {connection_failure_reason(address, details)}",
+            Exit.NO_SIDECAR,
+        )
+    metadata: Any = error.trailing_metadata() or ()
+    kind = next((str(value) for name, value in metadata if name == "speculation-error"), "")
     return details, _BY_ERROR.get(kind) or _BY_STATUS.get(error.code().name, Exit.FAILED)
 
 
@@ -99,7 +104,7 @@ _BY_STATUS = {
 }
 
 
-def is_away(error: "grpc.RpcError") -> bool:
+def is_unreachable(error: "grpc.RpcError") -> bool:
     """Whether a call failed because no sidecar answers, or because it stopped during the call."""
     import grpc
 
@@ -115,29 +120,29 @@ def is_away(error: "grpc.RpcError") -> bool:
 def open_channel(address: str) -> "grpc.Channel":
     """Opens a channel with the credentials that the environment names.
 
-    address: as in `connected`.  Ends the command if they cannot be used.
+    address: as in `open_connection`.  Ends the command if they cannot be used.
     """
     from controller.client.channels import Credentials, CredentialsError, reading_channel
 
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        refuse("", error)
+        exit_with_error("", error)
     channel = reading_channel(credentials, address)
-    return _with_metadata(channel, credentials.metadata()) if credentials.token else channel
+    return _add_metadata(channel, credentials.metadata()) if credentials.token else channel
 
 
-def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -> "grpc.Channel":
+def _add_metadata(channel: "grpc.Channel", entries: tuple[tuple[str, str], ...]) -> "grpc.Channel":
     import grpc
 
-    def with_it(details: Any) -> Any:
-        return details._replace(metadata=[*(details.metadata or ()), *more])
+    def add_entries(details: Any) -> Any:
+        return details._replace(metadata=[*(details.metadata or ()), *entries])
 
     class Interceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
         def intercept_unary_unary(
             self, continuation: Any, client_call_details: Any, request: Any
         ) -> Any:
-            return continuation(with_it(client_call_details), request)
+            return continuation(add_entries(client_call_details), request)
 
         intercept_unary_stream = intercept_unary_unary
 

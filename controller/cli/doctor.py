@@ -51,24 +51,24 @@ def doctor(
 
     from controller.doctor import DoctorRequest, Level
 
-    findings = _findings(
+    findings = _run_checks(
         DoctorRequest(config, address, engine_url, api_key),
-        None if output in DOCUMENTS else _print_name if output is Output.NAME else _print,
+        None if output in DOCUMENTS else _print_name if output is Output.NAME else _print_finding,
     )
     if output in DOCUMENTS:
         rows = [
-            {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
-            for it in findings
+            {"check": item.check, "level": item.level.value, "found": item.state, "fix": item.fix}
+            for item in findings
         ]
         print_document("FindingList", {"items": rows}, output)
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(Exit.FAILED)
 
 
-def _findings(
-    request: "DoctorRequest", tell: "Callable[[Finding], None] | None"
+def _run_checks(
+    request: "DoctorRequest", on_finding: "Callable[[Finding], None] | None"
 ) -> "list[Finding]":
-    """Returns all findings.  tell: called with each finding as soon as it is available."""
+    """Returns all findings.  on_finding: called with each finding as soon as it is available."""
     import asyncio
 
     from controller.doctor import diagnose
@@ -77,15 +77,15 @@ def _findings(
         findings = []
         async for finding in diagnose(request):
             findings.append(finding)
-            if tell is not None:
-                tell(finding)
+            if on_finding is not None:
+                on_finding(finding)
         return findings
 
     return asyncio.run(run())
 
 
-def _print(finding: "Finding") -> None:
-    print_line(f"{finding.level.value:5}{finding.check}: {finding.found}")
+def _print_finding(finding: "Finding") -> None:
+    print_line(f"{finding.level.value:5}{finding.check}: {finding.state}")
     if finding.fix:
         print_line(f"     -> {finding.fix}")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.completion import engine_ids
-from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected
+from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, open_connection
 from controller.cli.explain_numbers import (
-    counted,
+    count_text,
     health_text,
     lost_text,
     print_numbers,
@@ -24,7 +24,7 @@ from controller.cli.explain_numbers import (
 from controller.cli.fleet import (
     FilterOption,
     FleetOption,
-    fleet_of,
+    read_fleet,
     require_fleet,
     show_fleet,
 )
@@ -36,11 +36,11 @@ from controller.cli.output import (
     OutputOption,
     plain_values,
     print_line,
-    print_words,
-    show,
-    show_one,
+    print_list,
+    print_result,
+    print_wrapped,
 )
-from controller.wire.override_text import held_text, reason_text, regime_text
+from controller.wire.override_text import held_override_text, reason_text, regime_text
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
@@ -66,19 +66,19 @@ def engines(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Lists the engines of this sidecar, or, with --fleet, of all sidecars."""
-    from controller.client.paging import every_page_of
+    from controller.client.paging import collect_request_pages
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    require_fleet(fleet=fleet, words=words)
-    with connected(address) as channel:
+    require_fleet(fleet=fleet, filter_text=words)
+    with open_connection(address) as channel:
         if fleet:
-            show_fleet(fleet_of(channel, words), output)
+            show_fleet(read_fleet(channel, words), output)
             return
         list_engines = service_pb2_grpc.InspectionServiceStub(channel).ListEngines
-        answer = every_page_of(
+        answer = collect_request_pages(
             partial(list_engines, timeout=_ANSWER_SECONDS_MAX), service_pb2.ListEnginesRequest()
         )
-    show(_ENGINES, answer.engines, output, "no engine has introduced itself")
+    print_list(_ENGINES, answer.engines, output, "no engine has introduced itself")
     if output not in TABLES:
         return
     for status in answer.engines:
@@ -117,34 +117,34 @@ def explain(
 
     if short and numbers:
         raise typer.BadParameter("--short and --numbers contradict each other")
-    with connected(address) as channel:
+    with open_connection(address) as channel:
         answer = service_pb2_grpc.InspectionServiceStub(channel).Explain(
             service_pb2.ExplainRequest(engine_id=engine, batch_size=batch_size),
             timeout=_ANSWER_SECONDS_MAX,
         )
 
-    def tell() -> None:
+    def print_text() -> None:
         if short:
-            print_words(line_text(answer))
+            print_wrapped(line_text(answer))
         elif numbers or output is Output.WIDE:
             print_numbers(answer, wide=output is Output.WIDE)
         else:
-            print_words(paragraph_text(answer))
+            print_wrapped(paragraph_text(answer))
 
-    show_one("Explanation", plain_values(answer), output, [answer.engine_id], tell)
+    print_result("Explanation", plain_values(answer), output, [answer.engine_id], print_text)
 
 
-def _last_size(status: "service_pb2.EngineStatus") -> int:
+def _last_batch_size(status: "service_pb2.EngineStatus") -> int:
     return status.last_report.batch_size if status.HasField("last_report") else 0
 
 
-def _planned(status: "service_pb2.EngineStatus") -> str:
-    row = row_for(status.plan, _last_size(status) or 1)
+def _plan_text(status: "service_pb2.EngineStatus") -> str:
+    row = row_for(status.plan, _last_batch_size(status) or 1)
     return f"{row.drafter} {row.gamma}"
 
 
-def _last_report(status: "service_pb2.EngineStatus") -> str:
-    return f"{status.seconds_since_last_report:.1f} s ago" if _last_size(status) else "never"
+def _last_report_text(status: "service_pb2.EngineStatus") -> str:
+    return f"{status.seconds_since_last_report:.1f} s ago" if _last_batch_size(status) else "never"
 
 
 _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
@@ -153,13 +153,13 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
     (
         Column("engine", lambda status: status.engine.engine_id),
         Column("profile", lambda status: status.profile_id or "none (prior)", priority=3),
-        Column("B", lambda status: str(_last_size(status) or "-"), right=True),
-        Column("gamma", _planned),
+        Column("B", lambda status: str(_last_batch_size(status) or "-"), right=True),
+        Column("gamma", _plan_text),
         Column("reason", lambda status: reason_text(status.plan), priority=1),
         Column("reports", lambda status: str(status.reports), right=True, priority=4),
         Column("rejected", lambda status: str(status.rejected_reports), right=True, priority=5),
         Column("dropped", lambda status: str(status.dropped_reports), right=True, priority=5),
-        Column("last report", _last_report, right=True, priority=2),
+        Column("last report", _last_report_text, right=True, priority=2),
     ),
     plain_values,
     lambda status: status.unavailable,
@@ -168,58 +168,66 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
 
 def line_text(answer: "service_pb2.ExplainResponse") -> str:
     """Returns one line: what the engine runs, the expected throughput, and the reason."""
-    arm = _chosen(answer)
+    arm = _chosen_arm(answer)
     if arm is None:
         return f"{answer.engine_id}: no choice has been made yet"
     return (
         f"{answer.engine_id} at B = {answer.batch_size}: {_arm_text(arm.drafter, arm.gamma)}, "
-        f"{arm.tokens_per_second:.0f} tokens/s expected{_against_plain(answer, arm)}; "
-        f"{_why(answer)}"
+        f"{arm.tokens_per_second:.0f} tokens/s expected{_comparison_text(answer, arm)}; "
+        f"{_row_reason_text(answer)}"
     )
 
 
 def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
     """Returns the same in full sentences, followed by a line for each problem."""
-    arm = _chosen(answer)
-    told = [f"No choice has been made yet for {answer.engine_id}."]
+    arm = _chosen_arm(answer)
+    sentences = [f"No choice has been made yet for {answer.engine_id}."]
     if arm is not None:
-        told = [*_choice(answer, arm), *_evidence(answer, arm), *_limits(answer)]
+        sentences = [
+            *_choice_sentences(answer, arm),
+            *_evidence_sentences(answer, arm),
+            *_limit_sentences(answer),
+        ]
     troubles = lost_text(answer.lost) + warnings_text(answer.warnings)
     troubles += health_text(answer.services) + store_text(answer.store)
-    more = f"All numbers: controller explain {answer.engine_id} --numbers"
-    return f"{' '.join(told)}\n{troubles}{more}"
+    hint = f"All numbers: controller explain {answer.engine_id} --numbers"
+    return f"{' '.join(sentences)}\n{troubles}{hint}"
 
 
-def _choice(
+def _choice_sentences(
     answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
 ) -> Iterator[str]:
-    size = f"With {counted(answer.batch_size, 'sequence', 'sequences')} in its batch"
-    tokens = counted(arm.gamma, "token", "tokens")
+    size = f"With {count_text(answer.batch_size, 'sequence', 'sequences')} in its batch"
+    tokens = count_text(arm.gamma, "token", "tokens")
     if arm.gamma:
-        told = (
+        sentence = (
             f"{size}, {answer.engine_id} drafts {tokens} per step with {arm.drafter}: "
-            f"{_why(answer)}. About {arm.expected_accepted:.2f} of them should be accepted, so a "
+            f"{_row_reason_text(answer)}. About {arm.expected_accepted:.2f} of them should be "
+            "accepted, so a "
             f"step of {arm.step_seconds * 1e3:.1f} ms should give every sequence "
             f"{1 + arm.expected_accepted:.2f} tokens"
         )
     else:
-        told = (
-            f"{size}, {answer.engine_id} decodes without speculation: {_why(answer)}. A step "
+        sentence = (
+            f"{size}, {answer.engine_id} decodes without speculation: {_row_reason_text(answer)}. "
+            "A step "
             f"should take {arm.step_seconds * 1e3:.1f} ms and give every sequence one token"
         )
-    yield told + f", {arm.tokens_per_second:.0f} tokens/s in all{_against_plain(answer, arm)}."
-    best = _best_allowed(answer)
+    yield (
+        sentence + f", {arm.tokens_per_second:.0f} tokens/s in all{_comparison_text(answer, arm)}."
+    )
+    best = _best_allowed_arm(answer)
     if best is not None and best.tokens_per_second > arm.tokens_per_second:
         yield (
             f"The highest estimate is that of {_arm_text(best.drafter, best.gamma)}, "
             f"{best.tokens_per_second:.0f} tokens/s."
         )
     elif answer.runner_up_drafter:
-        second = _arm_text(answer.runner_up_drafter, answer.runner_up_gamma)
-        yield f"The second best choice, {second}, is {answer.margin:.1%} behind the best."
+        runner_up = _arm_text(answer.runner_up_drafter, answer.runner_up_gamma)
+        yield f"The second best choice, {runner_up}, is {answer.margin:.1%} behind the best."
 
 
-def _evidence(
+def _evidence_sentences(
     answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
 ) -> Iterator[str]:
     if answer.policy not in {"", "goodput"}:
@@ -231,74 +239,81 @@ def _evidence(
             f"No profile matches this engine, so step times start from a "
             f"{answer.prior or 'generic'} prior; `controller profile` measures them."
         )
-    behind = [
+    exposures = [
         estimate.exposures
         for estimate in answer.positions
         if estimate.drafter == arm.drafter and not estimate.label and estimate.position <= arm.gamma
     ]
-    if behind and min(behind) < _WEAK_EVIDENCE:
+    if exposures and min(exposures) < _WEAK_EVIDENCE:
         yield (
             f"The acceptance of draft position {arm.gamma} is uncertain: it has "
-            f"{min(behind):.0f} recent observations."
+            f"{min(exposures):.0f} recent observations."
         )
     if answer.probes:
         yield f"Probing other choices has cost {answer.probe_share:.2%} of the step time so far."
 
 
-def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
-    counting = [
-        held for held in answer.overrides if held.override.override_id in answer.limits.overrides
+def _limit_sentences(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
+    effective = [
+        entry for entry in answer.overrides if entry.override.override_id in answer.limits.overrides
     ]
-    for held in counting:
-        yield f"Override {held.override.override_id} limits the choice ({held_text(held)})."
-    if others := len(answer.overrides) - len(counting):
-        yield f"Overrides that do not apply at this batch size: {others}."
+    for entry in effective:
+        name = entry.override.override_id
+        yield f"Override {name} limits the choice ({held_override_text(entry)})."
+    if ineffective_count := len(answer.overrides) - len(effective):
+        yield f"Overrides that do not apply at this batch size: {ineffective_count}."
     if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:
         yield f"Online updates of the drafter: {regime}."
     if answer.HasField("bound"):
         bound = answer.bound
-        kept = "is met" if bound.expected_seconds <= bound.seconds else "is not met"
+        state = "is met" if bound.expected_seconds <= bound.seconds else "is not met"
         yield (
-            f"The bound of {bound.seconds * 1e3:g} ms per output token {kept}: "
+            f"The bound of {bound.seconds * 1e3:g} ms per output token {state}: "
             f"{bound.expected_seconds * 1e3:.2f} ms are expected."
         )
 
 
-def _chosen(answer: "service_pb2.ExplainResponse") -> "service_pb2.ArmExplanation | None":
+def _chosen_arm(answer: "service_pb2.ExplainResponse") -> "service_pb2.ArmExplanation | None":
     return next((arm for arm in answer.arms if arm.chosen), None)
 
 
 def _arm_text(drafter: str, gamma: int) -> str:
     if not gamma:
         return f"no speculation ({drafter} off)"
-    return f"{drafter} with {counted(gamma, 'draft token', 'draft tokens')}"
+    return f"{drafter} with {count_text(gamma, 'draft token', 'draft tokens')}"
 
 
-def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:
+def _comparison_text(
+    answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
+) -> str:
     """Compares an arm with plain decoding, or plain decoding with the best draft length."""
     if arm.gamma:
-        others = [it.tokens_per_second for it in answer.arms if it.gamma == 0]
-        what = "those of plain decoding"
+        rates = [other_arm.tokens_per_second for other_arm in answer.arms if other_arm.gamma == 0]
+        reference = "those of plain decoding"
     else:
-        others = [it.tokens_per_second for it in answer.arms if it.gamma and not it.forbidden]
-        what = "those of the best draft length"
-    best = max(others, default=0.0)
-    return f", {arm.tokens_per_second / best:.2f} times {what}" if best > 0 else ""
+        rates = [
+            other_arm.tokens_per_second
+            for other_arm in answer.arms
+            if other_arm.gamma and not other_arm.forbidden
+        ]
+        reference = "those of the best draft length"
+    best = max(rates, default=0.0)
+    return f", {arm.tokens_per_second / best:.2f} times {reference}" if best > 0 else ""
 
 
-def _why(answer: "service_pb2.ExplainResponse") -> str:
+def _row_reason_text(answer: "service_pb2.ExplainResponse") -> str:
     """Returns the reason of the plan's row for this batch size."""
     reason = reason_text(row_for(answer.plan, answer.batch_size))
     if reason == "exploit" and not answer.profile_id and answer.prior:
         # A row does not say that its costs are assumed, or that longer drafts are discounted.
-        arm, best = _chosen(answer), _best_allowed(answer)
+        arm, best = _chosen_arm(answer), _best_allowed_arm(answer)
         if arm is None or best is None or best.tokens_per_second <= arm.tokens_per_second:
             return _REASONS["profile-missing"]
         return "without a profile it starts with short drafts until longer ones surely pay off"
     return _REASONS.get(reason, f"the reason is {reason}")
 
 
-def _best_allowed(
+def _best_allowed_arm(
     answer: "service_pb2.ExplainResponse",
 ) -> "service_pb2.ArmExplanation | None":
     """Returns the allowed arm with the highest estimated tokens per second."""

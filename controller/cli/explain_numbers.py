@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from controller.cli.output import print_table, print_words
-from controller.util.text import TIME, TextColumn, TextTable, moment_text, numbers
-from controller.wire.override_text import PRECEDENCE, held_text, reason_text, regime_text
+from controller.cli.output import print_table, print_wrapped
+from controller.util.text import TIME, TextColumn, TextTable, number_columns, timestamp_text
+from controller.wire.override_text import PRECEDENCE, held_override_text, reason_text, regime_text
 
 if TYPE_CHECKING:
     from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
@@ -30,13 +30,13 @@ def print_numbers(answer: "service_pb2.ExplainResponse", *, wide: bool) -> None:
     """
     print_table(_arms_table(answer), wide=wide)
     if any(arm.extrapolated for arm in answer.arms):
-        print_words("* extrapolated: the profile did not measure it")
+        print_wrapped("* extrapolated: the profile did not measure it")
     if any(_above_bound(answer, arm) for arm in answer.arms):
-        print_words("! above the bound")
+        print_wrapped("! above the bound")
     print_table(_positions_table(answer), wide=wide)
     if answer.HasField("updates"):
         print_table(_strides_table(answer.updates), wide=wide)
-    print_words(_in_words(answer))
+    print_wrapped(_summary_text(answer))
 
 
 def _arms_table(answer: "service_pb2.ExplainResponse") -> TextTable:
@@ -58,10 +58,10 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> TextTable:
             "step ms": f"{arm.step_seconds * 1e3:.2f}{'*' if arm.extrapolated else ''}",
             "drift": f"x{arm.cost_drift:.2f}",
             "catch-up ms": f"{arm.catch_up_seconds * 1e3:.2f}",
-            "ms a token": _token_ms(answer, arm),
+            "ms a token": _token_ms_text(answer, arm),
             "tokens/s": f"{arm.tokens_per_second:.0f}",
             "of best": f"{arm.tokens_per_second / best:.3f}" if best else "-",
-            "could be": _could_be(arm),
+            "could be": _optimistic_rate_text(arm),
         }
         for arm in sorted(answer.arms, key=lambda arm: -arm.tokens_per_second)
     ]
@@ -73,7 +73,7 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> TextTable:
     )
 
 
-def _token_ms(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:
+def _token_ms_text(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:
     return f"{arm.seconds_per_token * 1e3:.2f}{'!' if _above_bound(answer, arm) else ''}"
 
 
@@ -81,7 +81,7 @@ def _above_bound(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExp
     return answer.HasField("bound") and arm.seconds_per_token > answer.bound.seconds
 
 
-def _could_be(arm: "service_pb2.ArmExplanation") -> str:
+def _optimistic_rate_text(arm: "service_pb2.ArmExplanation") -> str:
     if arm.lost:
         return "lost"
     return "forbidden" if arm.forbidden else f"{arm.optimistic_tokens_per_second:.0f}"
@@ -118,7 +118,7 @@ def _strides_table(updates: "service_pb2.UpdatesExplanation") -> TextTable:
         [
             TextColumn(""),
             TextColumn("stride", right=True),
-            *numbers(
+            *number_columns(
                 ["P(first accepted)", "ms lost a step", "tokens/s", "of best", "could be"],
                 {"P(first accepted)": 3, "ms lost a step": 4, "of best": 2, "could be": 5},
             ),
@@ -142,50 +142,61 @@ def _updates_text(answer: "service_pb2.ExplainResponse") -> str:
     regime = regime_text(answer.plan.regime)
     if not answer.HasField("updates"):
         return "" if regime == "off" else f"the drafter's online updates: {regime}\n"
-    it = answer.updates
-    found = (
-        f"{it.updates} so far, the last took {it.update_seconds * 1e3:.0f} ms and delayed "
-        f"concurrent steps by {it.lost_seconds * 1e3:.1f} ms"
-        if it.updates
+    updates = answer.updates
+    history = (
+        f"{updates.updates} so far, the last took {updates.update_seconds * 1e3:.0f} ms and "
+        "delayed "
+        f"concurrent steps by {updates.lost_seconds * 1e3:.1f} ms"
+        if updates.updates
         else "none so far"
     )
     return (
-        f"the drafter's online updates: {regime}{' on trial' if it.trying else ''}; {found}; they "
-        f"may add {it.gain:.3f} +- {it.gain_deviation:.3f} to P(first accepted); trials may cost "
-        f"{max(0.0, it.trial_steps):.0f} more steps\n"
+        f"the drafter's online updates: {regime}{' on trial' if updates.trying else ''}; "
+        f"{history}; they "
+        f"may add {updates.gain:.3f} +- {updates.gain_deviation:.3f} to P(first accepted); trials "
+        "may cost "
+        f"{max(0.0, updates.trial_steps):.0f} more steps\n"
     )
 
 
 def _training_text(answer: "service_pb2.ExplainResponse") -> str:
     if not answer.HasField("training"):
         return ""
-    it = answer.training
+    training = answer.training
     head = (
-        f"the drafter's training: {it.phase}; acceptance rate {it.alpha_short:.3f} short-term, "
-        f"{it.alpha_long:.3f} long-term ({it.measured} measured); {it.stored_signals} of "
-        f"{it.signals_needed} signals for round {it.rounds + 1}"
+        f"the drafter's training: {training.phase}; acceptance rate {training.alpha_short:.3f} "
+        "short-term, "
+        f"{training.alpha_long:.3f} long-term ({training.measured} measured); "
+        f"{training.stored_signals} of "
+        f"{training.signals_needed} signals for round {training.rounds + 1}"
     )
     lines = [head]
-    if it.draft_version or it.past or it.learnt:
-        arrived = "" if it.served_version == it.draft_version else f", {it.served_version} serves"
-        trial = f", on trial after {it.parent_version}" if it.on_trial else ""
-        learnt = ", changed by online updates since" if it.learnt else ""
-        lines.append(f"  version: {it.draft_version or 'as loaded'}{arrived}{learnt}{trial}")
-    lines += [f"  {_round_text(past)}" for past in it.past[-_PAST_ROUNDS:]]
+    if training.draft_version or training.past or training.learnt:
+        arrived = (
+            ""
+            if training.served_version == training.draft_version
+            else f", {training.served_version} serves"
+        )
+        trial = f", on trial after {training.parent_version}" if training.on_trial else ""
+        learnt = ", changed by online updates since" if training.learnt else ""
+        lines.append(f"  version: {training.draft_version or 'as loaded'}{arrived}{learnt}{trial}")
+    lines += [f"  {_round_text(past_round)}" for past_round in training.past[-_PAST_ROUNDS:]]
     return "\n".join(lines) + "\n"
 
 
-def _round_text(past: "service_pb2.PastRound") -> str:
-    it = past.round
-    if it.error:
-        return f"round {it.round} {past.outcome}: {it.error}"
+def _round_text(past_round: "service_pb2.PastRound") -> str:
+    training_round = past_round.round
+    if training_round.error:
+        return f"round {training_round.round} {past_round.outcome}: {training_round.error}"
     return (
-        f"round {it.round}, version {it.version} {past.outcome}: accepted {it.alpha_train:.3f} in "
-        f"service; on held-out signals {it.alpha_before:.3f} before, {it.alpha_eval:.3f} after"
+        f"round {training_round.round}, version {training_round.version} {past_round.outcome}: "
+        f"accepted {training_round.alpha_train:.3f} in "
+        f"service; on held-out signals {training_round.alpha_before:.3f} before, "
+        f"{training_round.alpha_eval:.3f} after"
     )
 
 
-def _in_words(answer: "service_pb2.ExplainResponse") -> str:
+def _summary_text(answer: "service_pb2.ExplainResponse") -> str:
     plan = answer.plan
     costs = (
         f"profile {answer.profile_id}"
@@ -197,7 +208,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         if answer.policy in {"", "goodput"}
         else f"\nthe decision rule is {answer.policy}, not the default (goodput)"
     )
-    second = (
+    runner_up = (
         f"runner-up {answer.runner_up_drafter} gamma {answer.runner_up_gamma}, "
         f"{answer.margin:.1%} behind the best"
         if answer.runner_up_drafter
@@ -210,12 +221,12 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens per sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
-        f"{second}; {counted(answer.switches, 'switch', 'switches')}"
+        f"{runner_up}; {count_text(answer.switches, 'switch', 'switches')}"
         f"{_switch_price_text(answer.switch_seconds)}\n"
-        f"{counted(answer.shifts, 'shift', 'shifts')} of traffic{resembles_text(answer)}\n"
+        f"{count_text(answer.shifts, 'shift', 'shifts')} of traffic{resembles_text(answer)}\n"
         f"{warm}{_overrides_text(answer)}{health_text(answer.services)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes of "
-        f"{counted(answer.probe_steps, 'step', 'steps')}, "
+        f"{count_text(answer.probe_steps, 'step', 'steps')}, "
         f"{probing_text(answer.probe_lost_seconds)}, "
         f"{probe_budget_text(answer.probe_credit_seconds)}"
         f"{policy}"
@@ -230,66 +241,70 @@ def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
     """Names the earlier traffic that the present traffic resembles, by this machine's clock."""
     if not answer.HasField("resembles"):
         return ""
-    past = answer.resembles
+    earlier = answer.resembles
     now = time.time()
     began, ended = (
-        moment_text(now - ago, TIME) for ago in (past.began_seconds_ago, past.ended_seconds_ago)
+        timestamp_text(now - ago, TIME)
+        for ago in (earlier.began_seconds_ago, earlier.ended_seconds_ago)
     )
-    return f"; it resembles {began} to {ended}, seen {counted(past.visits, 'time', 'times')} before"
+    visits = count_text(earlier.visits, "time", "times")
+    return f"; it resembles {began} to {ended}, seen {visits} before"
 
 
 def _bound_text(answer: "service_pb2.ExplainResponse") -> str:
     """Describes the active bound on the time per output token, its source and its effect."""
     if not answer.HasField("bound"):
         return ""
-    it = answer.bound
-    whose = f"override {it.override_id}" if it.override_id else "planner.tpot_ceiling_seconds"
-    if it.expected_seconds > it.seconds:
-        found = f"not met, {it.expected_seconds / it.seconds:.3g} times as long is expected"
-        found += "" if it.attainable else ", and no choice meets it here"
-    elif it.HasField("excluded_drafter"):
-        found = f"it excludes {it.excluded_drafter} gamma {it.excluded_gamma}"
+    bound = answer.bound
+    source = (
+        f"override {bound.override_id}" if bound.override_id else "planner.tpot_ceiling_seconds"
+    )
+    if bound.expected_seconds > bound.seconds:
+        effect = f"not met, {bound.expected_seconds / bound.seconds:.3g} times as long is expected"
+        effect += "" if bound.attainable else ", and no choice meets it here"
+    elif bound.HasField("excluded_drafter"):
+        effect = f"it excludes {bound.excluded_drafter} gamma {bound.excluded_gamma}"
     else:
-        found = "met, and without it the choice would be the same"
-    if it.kept_up_to:
-        where = f"it can be met in every batch up to {it.kept_up_to}"
+        effect = "met, and without it the choice would be the same"
+    if bound.kept_up_to:
+        reach = f"it can be met in every batch up to {bound.kept_up_to}"
     else:
-        where = "no choice meets it even in the smallest batches"
-    return f"bound of {it.seconds * 1e3:g} ms a token ({whose}): {found}; {where}\n"
+        reach = "no choice meets it even in the smallest batches"
+    return f"bound of {bound.seconds * 1e3:g} ms a token ({source}): {effect}; {reach}\n"
 
 
 def _mixtures_text(answer: "service_pb2.ExplainResponse") -> str:
     return "".join(
-        f"{it.drafter}: {it.free_share:.0%} of the recent rows used the free drafter, "
-        f"{it.gained:+.1f} tokens each\n"
-        for it in answer.mixtures
+        f"{mixture.drafter}: {mixture.free_share:.0%} of the recent rows used the free drafter, "
+        f"{mixture.gained:+.1f} tokens each\n"
+        for mixture in answer.mixtures
     )
 
 
 def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
     lines = [
-        f"override {held.override.override_id}{_standing(held.override, answer.limits)}: "
-        f"{held_text(held)}\n"
-        for held in answer.overrides
+        f"override {entry.override.override_id}{_precedence_text(entry.override, answer.limits)}: "
+        f"{held_override_text(entry)}\n"
+        for entry in answer.overrides
     ]
     if lines:
         lines.append(f"{PRECEDENCE}\n")
     return "".join(lines) + store_text(answer.store)
 
 
-def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
+def _precedence_text(override: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
     """Says if an override does not apply at this batch size, or which others shadow it."""
-    if it.override_id not in limits.overrides:
+    if override.override_id not in limits.overrides:
         return " (not at this batch size)"
-    rule, by = it.rule, set[str]()
+    rule, shadowing = override.rule, set[str]()
     bounds = any(rule.HasField(name) for name in ("gamma", "gamma_min", "gamma_max"))
-    if bounds and it.override_id not in limits.gamma_by:
-        by |= set(limits.gamma_by)
-    if rule.HasField("drafter") and limits.drafter_by not in {"", it.override_id}:
-        by.add(limits.drafter_by)
-    if rule.HasField("tpot_max_seconds") and limits.tpot_by not in {"", it.override_id}:
-        by.add(limits.tpot_by)
-    return f" (shadowed by {', '.join(sorted(by))})" if by else ""
+    if bounds and override.override_id not in limits.gamma_by:
+        shadowing |= set(limits.gamma_by)
+    if rule.HasField("drafter") and limits.drafter_by not in {"", override.override_id}:
+        shadowing.add(limits.drafter_by)
+    if rule.HasField("tpot_max_seconds") and limits.tpot_by not in {"", override.override_id}:
+        shadowing.add(limits.tpot_by)
+    return f" (shadowed by {', '.join(sorted(shadowing))})" if shadowing else ""
 
 
 def probing_text(lost_seconds: float) -> str:
@@ -306,29 +321,29 @@ def probe_budget_text(credit_seconds: float) -> str:
     return f"{credit_seconds:.3f} s to spend"
 
 
-def counted(number: int, one: str, several: str) -> str:
+def count_text(number: int, singular: str, plural: str) -> str:
     """Writes a number with its noun."""
-    return f"{number} {one if number == 1 else several}"
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
     """Returns a line for each capability that the engine has lost."""
     from controller.wire import engines
 
-    return "".join(f"{engines.lost_text(loss)}\n" for loss in lost)
+    return "".join(f"{engines.lost_capability_text(loss)}\n" for loss in lost)
 
 
 def warnings_text(warnings: "Iterable[service_pb2.EngineWarning]") -> str:
     """Returns a line for each problem that the engine's reports show."""
-    return "".join(f"warning: {it.found}; {it.advice}\n" for it in warnings)
+    return "".join(f"warning: {warning.found}; {warning.advice}\n" for warning in warnings)
 
 
 def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
     """Returns a line for each service that is NOT_SERVING, with the reason."""
     return "".join(
-        f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}\n"
-        for it in services
-        if not it.serving
+        f"{service.service or 'the sidecar'} is NOT_SERVING: {service.detail}\n"
+        for service in services
+        if not service.serving
     )
 
 

@@ -14,7 +14,7 @@ from controller.cli.output import (
     optional_column,
     print_document,
     print_line,
-    show,
+    print_list,
 )
 
 if TYPE_CHECKING:
@@ -39,41 +39,42 @@ FilterOption = Annotated[
 ]
 
 
-def require_fleet(*, fleet: bool, words: str) -> None:
+def require_fleet(*, fleet: bool, filter_text: str) -> None:
     """Raises a usage error if --filter is given without --fleet."""
-    if words and not fleet:
+    if filter_text and not fleet:
         raise typer.BadParameter("--filter needs --fleet")
 
 
-def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetResponse":
+def read_fleet(channel: "grpc.Channel", filter_text: str) -> "service_pb2.ListFleetResponse":
     """Returns the engines of all pages.  Raises grpc.RpcError."""
-    from controller.client.paging import every_page_of
+    from controller.client.paging import collect_request_pages
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     list_fleet = service_pb2_grpc.InspectionServiceStub(channel).ListFleet
-    return every_page_of(
-        partial(list_fleet, timeout=_ANSWER_SECONDS_MAX), service_pb2.ListFleetRequest(filter=words)
+    return collect_request_pages(
+        partial(list_fleet, timeout=_ANSWER_SECONDS_MAX),
+        service_pb2.ListFleetRequest(filter=filter_text),
     )
 
 
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
     """Prints the engines.  Tables and documents also have the totals and what is missing."""
     if output in DOCUMENTS:
-        print_document(FLEET.kind, document(answer), output)
+        print_document(FLEET.kind, fleet_document(answer), output)
         return
-    show(FLEET, answer.engines, output, "no engine is known")
+    print_list(FLEET, answer.engines, output, "no engine is known")
     if output is not Output.NAME:
-        for line in foot(answer):
+        for line in footer_lines(answer):
             print_line(line)
 
 
-def head(answer: "service_pb2.ListFleetResponse") -> str:
+def header_line(answer: "service_pb2.ListFleetResponse") -> str:
     """Returns the line above a live table."""
     clock = time.strftime("%H:%M:%S")
     return f"controller {answer.version}  {clock}  engines of the fleet: {answer.totals.engines}"
 
 
-def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
+def footer_lines(answer: "service_pb2.ListFleetResponse") -> list[str]:
     """Returns the lines below the table: the totals, and what the table does not show."""
     totals = answer.totals
     counts = {
@@ -86,10 +87,10 @@ def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
         "not shown": totals.unavailable,
     }
     always = ("steered", "off", "unsteered", "not heard of")
-    said = [f"{name} {count}" for name, count in counts.items() if count or name in always]
+    count_texts = [f"{name} {count}" for name, count in counts.items() if count or name in always]
     rate, gained = totals.generated_per_second, totals.tokens_gained_per_second
     lines = [
-        f"{totals.engines} engines of {totals.sidecars} sidecars: {', '.join(said)}",
+        f"{totals.engines} engines of {totals.sidecars} sidecars: {', '.join(count_texts)}",
         f"{rate:,.0f} tokens/s, {gained:+,.0f} against γ = 0 (estimated)",
     ]
     if answer.trouble:
@@ -101,7 +102,7 @@ def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
     return lines
 
 
-def document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+def fleet_document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
     """Returns the engines, the totals and what is missing as plain values."""
     values = _values(answer)
     del values["next_page_token"]
@@ -116,17 +117,17 @@ def _values(message: "Message") -> dict[str, Any]:
 
     # The first name is that of protobuf 5.26 and later, the second of earlier versions.
     names = ("always_print_fields_with_no_presence", "including_default_value_fields")
-    known = inspect.signature(json_format.MessageToDict).parameters
-    zeros: dict[str, Any] = {next(name for name in names if name in known): True}
-    found: dict[str, Any] = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, **zeros
+    parameters = inspect.signature(json_format.MessageToDict).parameters
+    options: dict[str, Any] = {next(name for name in names if name in parameters): True}
+    values: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, **options
     )
-    return found
+    return values
 
 
-def _overrides(line: "service_pb2.FleetEngine") -> str:
-    more = [f"and {line.more_overrides} more"] if line.more_overrides else []
-    return ", ".join([*line.overrides, *more]) or "-"
+def _overrides_text(line: "service_pb2.FleetEngine") -> str:
+    rest_text = [f"and {line.more_overrides} more"] if line.more_overrides else []
+    return ", ".join([*line.overrides, *rest_text]) or "-"
 
 
 FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
@@ -143,7 +144,7 @@ FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
         optional_column("gained/s", "tokens_gained_per_second", "{:+.0f}", priority=6),
         Column("reason", lambda line: line.reason, priority=7),
         Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
-        Column("overrides", _overrides, priority=4),
+        Column("overrides", _overrides_text, priority=4),
         Column("age", lambda line: f"{line.age_seconds:.0f} s", right=True, priority=8),
         Column("sidecar", lambda line: line.sidecar, priority=9),
         Column("model", lambda line: line.target_model, wide=True),

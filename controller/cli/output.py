@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Never, TypeVar
 import typer
 
 from controller.util.exit_codes import Exit
-from controller.util.text import escaped_json, escaped_yaml, printable, printable_lines
+from controller.util.text import escape_json, escape_yaml, to_printable, to_printable_lines
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -32,7 +32,7 @@ API_VERSION = "speculation.v1"
 _FRAME, _COLUMN = 1, 3
 _GAP = "  "
 # Least width of a column whose text is folded.
-_NARROW = 10
+_FOLDED_WIDTH_MIN = 10
 
 Item = TypeVar("Item")
 
@@ -60,12 +60,12 @@ FormOption = Annotated[Output, typer.Option("-o", help=FORM_HELP)]
 class Column(Generic[Item]):
     """Describes a column of a list.
 
-    of: the text of an item's cell.  priority: 0 is always shown; of the others, the largest are
-    left out first.  wide: it is shown with `-o wide` only.  style: of a cell, by its text.
+    cell_text: the text of an item's cell.  priority: 0 is always shown; of the others, the largest
+    are left out first.  wide: it is shown with `-o wide` only.  style: of a cell, by its text.
     """
 
     title: str
-    of: Callable[[Item], str]
+    cell_text: Callable[[Item], str]
     right: bool = False
     priority: int = 0
     wide: bool = False
@@ -76,53 +76,55 @@ class Column(Generic[Item]):
 class Listing(Generic[Item]):
     """Describes a list of items of one kind.
 
-    kind: of its document.  name: of an item.  document: an item as plain values.  unavailable: why
-    an item cannot be shown, "" if it can; printed after the name.
+    kind: of its document.  name: of an item.  document: an item as plain values.
+    unavailable_reason: why an item cannot be shown, "" if it can; printed after the name.
     """
 
     kind: str
     name: Callable[[Item], str]
     columns: Sequence[Column[Item]]
     document: Callable[[Item], Any]
-    unavailable: Callable[[Item], str] = lambda _: ""
+    unavailable_reason: Callable[[Item], str] = lambda _: ""
 
 
-def show(listing: Listing[Item], items: Sequence[Item], output: Output, empty: str = "") -> None:
+def print_list(
+    listing: Listing[Item], items: Sequence[Item], output: Output, empty: str = ""
+) -> None:
     """Prints items in a format.  empty: the text that is printed if there are no items."""
     if output in DOCUMENTS:
-        found = {"items": [listing.document(item) for item in items]}
-        print_document(listing.kind, found, output)
+        values = {"items": [listing.document(item) for item in items]}
+        print_document(listing.kind, values, output)
     elif output is Output.NAME:
         _print_names(map(listing.name, items))
     elif not items:
         print_line(empty)
     else:
-        _show_table(listing, items, wide=output is Output.WIDE)
+        _print_list_table(listing, items, wide=output is Output.WIDE)
 
 
-def show_one(
+def print_result(
     kind: str,
     values: Mapping[str, Any],
     output: Output,
     names: Sequence[str],
-    people: Callable[[], None],
+    print_for_people: Callable[[], None],
 ) -> None:
     """Prints a result that is not a list.
 
-    values: its document.  names: for `-o name`.  people: prints it as text.
+    values: its document.  names: for `-o name`.  print_for_people: prints it as text.
     """
     if output in DOCUMENTS:
         print_document(kind, values, output)
     elif output is Output.NAME:
         _print_names(names)
     else:
-        people()
+        print_for_people()
 
 
-def show_news(kind: str, values: Mapping[str, Any], output: Output, name: str) -> None:
+def print_change(kind: str, values: Mapping[str, Any], output: Output, name: str) -> None:
     """Prints one message of a stream: a line of JSON, a document of a YAML stream, or a name."""
     if output is Output.JSON:
-        print_json(_document(kind, values))
+        print_json(_make_document(kind, values))
     elif output is Output.YAML:
         print("---")
         print_document(kind, values, output)
@@ -132,7 +134,7 @@ def show_news(kind: str, values: Mapping[str, Any], output: Output, name: str) -
 
 def print_document(kind: str, values: Mapping[str, Any], output: Output) -> None:
     """Prints values as JSON or YAML, with the version and the kind of the document."""
-    document = _document(kind, values)
+    document = _make_document(kind, values)
     if output is Output.JSON:
         print_json(document, indent=2)
     else:
@@ -151,15 +153,15 @@ def _yaml_text(document: Mapping[str, Any]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
     Dumper.add_representer(str, quoted)
-    return escaped_yaml(yaml.dump(document, Dumper=Dumper, allow_unicode=True, sort_keys=False))
+    return escape_yaml(yaml.dump(document, Dumper=Dumper, allow_unicode=True, sort_keys=False))
 
 
-def _document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _plain({"api_version": API_VERSION, "kind": kind, **values})
-    return found
+def _make_document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = _to_plain({"api_version": API_VERSION, "kind": kind, **values})
+    return document
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Returns a value of JSON's types; NaN and infinity, which JSON lacks, become null."""
     if isinstance(value, Enum):
         return value.value
@@ -168,9 +170,9 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_plain(inner) for inner in value]
     return str(value)
 
 
@@ -178,8 +180,8 @@ def plain_values(message: "Message") -> dict[str, Any]:
     """Returns a protobuf message as plain values, by its proto field names."""
     from google.protobuf import json_format
 
-    found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return found
+    values: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return values
 
 
 def optional_text(message: "Message", name: str, form: str) -> str:
@@ -194,30 +196,30 @@ def optional_column(title: str, name: str, form: str, priority: int) -> Column[A
     )
 
 
-def print_line(words: str) -> None:
+def print_line(text: str) -> None:
     """Prints one line, without line breaks and terminal control characters."""
-    print(printable(words), flush=True)
+    print(to_printable(text), flush=True)
 
 
 def print_lines(text: str) -> None:
     """Prints text without terminal control characters."""
-    print(printable_lines(text), flush=True)
+    print(to_printable_lines(text), flush=True)
 
 
 def print_error(text: str) -> None:
     """Prints lines to standard error, without terminal control characters."""
-    typer.echo(printable_lines(text), err=True)
+    typer.echo(to_printable_lines(text), err=True)
 
 
-def refuse(command: str, fault: object, code: Exit = Exit.USAGE) -> Never:
+def exit_with_error(command: str, error: object, code: Exit = Exit.USAGE) -> Never:
     """Ends a command with an error text.  command: its name; "" if several commands share it."""
-    print_error(f"controller{command and ' '}{command}: {fault}")
+    print_error(f"controller{command and ' '}{command}: {error}")
     raise typer.Exit(code)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:
     """Prints JSON with escapes for unprintable characters; by default in one line."""
-    print(escaped_json(json.dumps(value, ensure_ascii=False, indent=indent)), flush=True)
+    print(escape_json(json.dumps(value, ensure_ascii=False, indent=indent)), flush=True)
 
 
 def print_table(table: "TextTable", *, wide: bool = False) -> None:
@@ -230,23 +232,23 @@ def print_table(table: "TextTable", *, wide: bool = False) -> None:
         for number, column in enumerate(table.columns)
     ]  # fmt: skip
     if table.title:
-        print_words(table.title)
-    _show_table(Listing("", itemgetter(0), columns, list), table.rows, wide=wide)
+        print_wrapped(table.title)
+    _print_list_table(Listing("", itemgetter(0), columns, list), table.rows, wide=wide)
 
 
 def _style(styles: Mapping[str, str], text: str) -> str:
     return styles.get(text, "")
 
 
-def print_words(words: str) -> None:
+def print_wrapped(text: str) -> None:
     """Prints text.  On a terminal, lines are broken between words."""
     console = _console()
     if not console.is_terminal:
-        print_lines(words)
+        print_lines(text)
         return
     from rich.text import Text
 
-    console.print(Text(printable_lines(words)), overflow="fold")
+    console.print(Text(to_printable_lines(text)), overflow="fold")
 
 
 def _print_names(names: Iterable[str]) -> None:
@@ -260,16 +262,16 @@ def _console() -> "Console":
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def _show_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) -> None:
+def _print_list_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) -> None:
     console = _console()
     if console.is_terminal:
-        table, left_out = fitting_table(listing, items, console, wide=wide)
+        table, left_out = fit_table(listing, items, console, wide=wide)
         console.print(table)
         if left_out:
             console.print(f"left out: {', '.join(left_out)} (-o wide)", style="dim")
         return
     columns = [column for column in listing.columns if wide or not column.wide]
-    rows = [[column.title for column in columns], *(_row(listing, columns, i) for i in items)]
+    rows = [[column.title for column in columns], *(_row_cells(listing, columns, i) for i in items)]
     widths = [max(len(row[n]) for row in rows if len(row) > n) for n in range(len(columns))]
     for row in rows:
         cells = [
@@ -279,7 +281,7 @@ def _show_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) ->
         print_line(_GAP.join(cells).rstrip())
 
 
-def fitting_table(
+def fit_table(
     listing: Listing[Item],
     items: Sequence[Item],
     console: "Console",
@@ -297,36 +299,39 @@ def fitting_table(
 
     columns = [column for column in listing.columns if wide or not column.wide]
     cells = {
-        column.title: [printable(_cell(listing, column, i)) for i in items] for column in columns
+        column.title: [to_printable(_cell_text(listing, column, i)) for i in items]
+        for column in columns
     }
 
     widest = {c.title: max(map(cell_len, (c.title, *cells[c.title]))) for c in columns}
 
-    def width(most: int = sys.maxsize) -> int:
-        """Returns the table's width if no column but the first is wider than `most`."""
+    def table_width(column_width_max: int = sys.maxsize) -> int:
+        """Returns the table's width if no column but the first is wider than `column_width_max`."""
         return _FRAME + sum(
-            _COLUMN + (min(most, widest[c.title]) if number else widest[c.title])
+            _COLUMN + (min(column_width_max, widest[c.title]) if number else widest[c.title])
             for number, c in enumerate(columns)
         )
 
     left_out: list[str] = []
-    while not wide and width() > console.width and any(c.priority for c in columns):
-        gone = max(columns, key=lambda column: column.priority)
-        columns.remove(gone)
-        left_out.append(gone.title)
+    while not wide and table_width() > console.width and any(c.priority for c in columns):
+        dropped = max(columns, key=lambda column: column.priority)
+        columns.remove(dropped)
+        left_out.append(dropped.title)
     table = Table(style=style)
     # Text that still does not fit is folded; the names in the first column are folded last.
-    whole = width() > console.width >= width(most=_NARROW)
+    is_name_unfolded = (
+        table_width() > console.width >= table_width(column_width_max=_FOLDED_WIDTH_MIN)
+    )
     for number, column in enumerate(columns):
         table.add_column(
             column.title,
             justify="right" if column.right else "left",
             overflow="fold",
-            width=widest[column.title] if whole and not number else None,
+            width=widest[column.title] if is_name_unfolded and not number else None,
         )
     for number, item in enumerate(items):
-        if why := listing.unavailable(item):
-            table.add_row(Text(printable(listing.name(item))), Text(printable(why), "red"))
+        if reason := listing.unavailable_reason(item):
+            table.add_row(Text(to_printable(listing.name(item))), Text(to_printable(reason), "red"))
             continue
         table.add_row(*(
             Text(cells[c.title][number], c.style(cells[c.title][number])) for c in columns
@@ -334,11 +339,11 @@ def fitting_table(
     return table, left_out
 
 
-def _row(listing: Listing[Item], columns: Sequence[Column[Item]], item: Item) -> list[str]:
-    if why := listing.unavailable(item):
-        return [printable(listing.name(item)), printable(why)]
-    return [printable(column.of(item)) or "-" for column in columns]
+def _row_cells(listing: Listing[Item], columns: Sequence[Column[Item]], item: Item) -> list[str]:
+    if reason := listing.unavailable_reason(item):
+        return [to_printable(listing.name(item)), to_printable(reason)]
+    return [to_printable(column.cell_text(item)) or "-" for column in columns]
 
 
-def _cell(listing: Listing[Item], column: Column[Item], item: Item) -> str:
-    return "" if listing.unavailable(item) else column.of(item)
+def _cell_text(listing: Listing[Item], column: Column[Item], item: Item) -> str:
+    return "" if listing.unavailable_reason(item) else column.cell_text(item)

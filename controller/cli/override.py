@@ -14,14 +14,14 @@ from controller.cli.connection import (
     DEFAULT_ADDRESS,
     UINT32_MAX,
     Address,
-    connected,
-    for_operators,
+    open_connection,
+    to_operators_address,
 )
-from controller.cli.output import Output, OutputOption, plain_values, print_line, show_one
+from controller.cli.output import Output, OutputOption, plain_values, print_line, print_result
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import (
     PRECEDENCE,
-    batch_range,
+    parse_batch_range,
     regime_text,
 )
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
 
 _ANSWER_SECONDS_MAX = 10.0
-_ALLOW = "nothing was set; add --allow-no-effect to set it anyway"
+_NO_EFFECT_HINT = "nothing was set; add --allow-no-effect to set it anyway"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 override = typer.Typer(
@@ -120,12 +120,13 @@ def set_(
         deny_exploration=deny_exploration,
         tpot_max_seconds=None if tpot_max_ms is None else tpot_max_ms / 1e3,
     )  # fmt: skip
-    _add_regime(rule, regime)
-    low, high = _batch_range(batch)
-    name = override_id or f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{_random()}"
+    _set_regime(rule, regime)
+    low, high = _parse_batch_range(batch)
+    name = override_id or f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{_random_suffix()}"
     request = policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
-            override_id=name, scope=_scope(engine, model, fleet), rule=rule, min_batch_size=low,
+            override_id=name, scope=_make_scope(engine, model, fleet), rule=rule,
+            min_batch_size=low,
             max_batch_size=high, author=author or user_name(), reason=reason,
         ),
         etag=etag,
@@ -135,26 +136,28 @@ def set_(
     if ttl is not None and permanent:
         raise typer.BadParameter("--ttl and --permanent contradict each other")
     if ttl is not None:
-        request.ttl_seconds = _seconds(ttl)
+        request.ttl_seconds = _parse_ttl(ttl)
     elif permanent:
         request.for_ever = True
-    hints = dict.fromkeys((Exit.NO_EFFECT, Exit.NOT_INTRODUCED), _ALLOW)
-    with connected(for_operators(address), hints) as channel:
+    hints = dict.fromkeys((Exit.NO_EFFECT, Exit.NOT_INTRODUCED), _NO_EFFECT_HINT)
+    with open_connection(to_operators_address(address), hints) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
     values = {"override_id": name, "dry_run": dry_run, **plain_values(answer)}
-    show_one(
+    print_result(
         "OverrideResult",
         values,
         output,
         [name],
-        lambda: _print_answer(name, answer, dry_run=dry_run),
+        lambda: _print_set_answer(name, answer, dry_run=dry_run),
     )
 
 
-def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool) -> None:
-    lasts = override_lists.lasts_text(answer.held)
+def _print_set_answer(
+    name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool
+) -> None:
+    lasts = override_lists.remaining_text(answer.held)
     if answer.repeated:
         print_line(f"{name} is already in force by the same request, and ends in {lasts}")
     elif answer.end_moved:
@@ -195,7 +198,7 @@ def clear(
     from controller.client.channels import user_name
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with connected(for_operators(address)) as channel:
+    with open_connection(to_operators_address(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
             policy_pb2.ClearOverrideRequest(
                 override_id=override_id, etag=etag, author=author or user_name(), reason=reason,
@@ -203,12 +206,12 @@ def clear(
             timeout=_ANSWER_SECONDS_MAX,
         )  # fmt: skip
 
-    def tell() -> None:
+    def print_text() -> None:
         print_line(f"{override_id} has ended")
         _print_effects(answer.effects, would=False, renewed=False)
 
     values = {"override_id": override_id, **plain_values(answer)}
-    show_one("OverrideResult", values, output, [override_id], tell)
+    print_result("OverrideResult", values, output, [override_id], print_text)
 
 
 override.command("list")(override_lists.list_)
@@ -249,32 +252,33 @@ def _print_effects(
 
 def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
     lines = [
-        f"  B {_sizes(change.batch_sizes)}: "
+        f"  B {_batch_range_text(change.batch_sizes)}: "
         f"{change.drafter_before} gamma {change.gamma_before} -> "
         f"{change.drafter_after} gamma {change.gamma_after}"
         for change in effect.changes
     ]
     lines += [
-        f"  B {_sizes(stuck)}: the overrides leave no choice that this "
+        f"  B {_batch_range_text(stuck)}: the overrides leave no choice that this "
         "engine can run, so it does not speculate there"
         for stuck in effect.stuck
     ]
     lines += [
-        f"  B {_sizes(above)}: no allowed choice meets the bound on the time per output "
+        f"  B {_batch_range_text(batch_sizes)}: no allowed choice meets the bound on the time per "
+        "output "
         "token, so the fastest one runs there"
-        for above in effect.above_bound
+        for batch_sizes in effect.above_bound
     ]
     if effect.regime_changes:
         before = regime_text(effect.regime_before) if effect.HasField("regime_before") else ""
         after = regime_text(effect.regime_after) if effect.HasField("regime_after") else ""
-        chosen = "as the sidecar decides"
-        lines.append(f"  online updates: {before or chosen} -> {after or chosen}")
+        default = "as the sidecar decides"
+        lines.append(f"  online updates: {before or default} -> {after or default}")
     return lines
 
 
-def _sizes(batch_sizes: "policy_pb2.BatchRange") -> str:
-    first, last = batch_sizes.min_batch_size, batch_sizes.max_batch_size
-    return str(first) if first == last else f"{first}-{last}"
+def _batch_range_text(batch_sizes: "policy_pb2.BatchRange") -> str:
+    smallest, largest = batch_sizes.min_batch_size, batch_sizes.max_batch_size
+    return str(smallest) if smallest == largest else f"{smallest}-{largest}"
 
 
 def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:
@@ -288,7 +292,7 @@ def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:
     }.get(effect.timing, "with its next plan")
 
 
-def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Scope":
+def _make_scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Scope":
     from speculation.v1 import policy_pb2
 
     if [engine is not None, model is not None, fleet].count(True) != 1:
@@ -300,7 +304,7 @@ def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Sc
     return policy_pb2.Scope(target_model=model or "")
 
 
-def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
+def _set_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
     from speculation.v1 import plan_pb2
 
     if text is None:
@@ -314,32 +318,32 @@ def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
     if mode not in modes or (mode == "online") != stride.isdecimal():
         raise typer.BadParameter("--regime is off, collect, or online:STRIDE (online:10)")
     rule.regime.mode = modes[mode]
-    rule.regime.stride = _count("--regime", stride or "0")
+    rule.regime.stride = _check_uint32("--regime", stride or "0")
 
 
-def _batch_range(text: str | None) -> tuple[int, int]:
+def _parse_batch_range(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 0
     try:
-        low, high = batch_range(text)
+        low, high = parse_batch_range(text)
     except ValueError as error:
         raise typer.BadParameter(f"--batch {text}: {error}") from error
-    return _count("--batch", str(low)), _count("--batch", str(high))
+    return _check_uint32("--batch", str(low)), _check_uint32("--batch", str(high))
 
 
-def _count(option: str, digits: str) -> int:
+def _check_uint32(option: str, digits: str) -> int:
     """Returns a number that fits a uint32 field; the sidecar checks its meaning."""
     if int(digits) > UINT32_MAX:
         raise typer.BadParameter(f"{option}: {digits} is too large")
     return int(digits)
 
 
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if not found:
+def _parse_ttl(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if not match:
         raise typer.BadParameter("--ttl needs a number and a unit: 90s, 30m, 2h or 1d")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
-def _random() -> str:
+def _random_suffix() -> str:
     return secrets.token_hex(2)

@@ -10,22 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from controller.cli.completion import override_ids
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected
+from controller.cli.connection import DEFAULT_ADDRESS, Address, open_connection
 from controller.cli.output import (
     TABLES,
     Column,
     Listing,
     Output,
     OutputOption,
+    exit_with_error,
     plain_values,
+    print_change,
     print_error,
     print_line,
-    refuse,
-    show,
-    show_news,
+    print_list,
 )
-from controller.util.text import moment_text
-from controller.wire.override_text import PRECEDENCE, held_text, rule_text, scope_text, word_of
+from controller.util.text import timestamp_text
+from controller.wire.override_text import (
+    PRECEDENCE,
+    enum_name,
+    held_override_text,
+    rule_text,
+    scope_text,
+)
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
@@ -40,11 +46,11 @@ def list_(
     """Shows the overrides in force, and which one wins."""
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with connected(address) as channel:
+    with open_connection(address) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
             policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
-    show(_OVERRIDES, answer.overrides, output, "no override is in force")
+    print_list(_OVERRIDES, answer.overrides, output, "no override is in force")
     if answer.overrides and output in TABLES:
         print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
@@ -70,64 +76,66 @@ def watch(
     """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with contextlib.suppress(KeyboardInterrupt), connected(address) as channel:
+    with contextlib.suppress(KeyboardInterrupt), open_connection(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        people = output in TABLES
-        if people:
+        is_table = output in TABLES
+        if is_table:
             print_line(PRECEDENCE)
-        for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
-            held, kind = news.held, word_of(news, "kind", "KIND_")
-            if not people:
-                values = {"change": kind, "held": plain_values(held)}
-                show_news("OverrideNews", values, output, held.override.override_id)
+        for change in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
+            entry, kind = change.held, enum_name(change, "kind", "KIND_")
+            if not is_table:
+                values = {"change": kind, "held": plain_values(entry)}
+                print_change("OverrideNews", values, output, entry.override.override_id)
                 continue
-            print_line(f"{kind:8} {held.override.override_id}  {held_text(held)}")
+            print_line(f"{kind:8} {entry.override.override_id}  {held_override_text(entry)}")
 
 
 def log(
     override_id: Annotated[
         str, typer.Argument(help="Show only this override.", autocompletion=override_ids)
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of records to show.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of records to print_list.")
+    ] = 50,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed which override, when, why and from where; the newest first."""
-    from controller.client.paging import Pages
+    from controller.client.paging import PageFollower
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with connected(address) as channel:
+    with open_connection(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
         request = policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id)
         records: list[policy_pb2.AuditRecord] = []
-        pages = Pages()
+        pages = PageFollower()
         while request.limit:
             answer = stub.QueryAudit(request, timeout=_ANSWER_SECONDS_MAX)
             records += answer.records[: request.limit]
             request.page_token = pages.next_token(answer)
             request.limit = limit - len(records) if request.page_token else 0
-    show(_CHANGES, records, output, "no override was ever changed")
+    print_list(_CHANGES, records, output, "no override was ever changed")
 
 
-def _moment(seconds: float) -> str:
+def _utc_text(seconds: float) -> str:
     """Formats Unix seconds in UTC."""
-    return moment_text(seconds, utc=True)
+    return timestamp_text(seconds, utc=True)
 
 
-def _in_short(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]) -> str:
+def _override_text(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]) -> str:
     if not record.HasField(name):
         return "-"
     override = record.before if name == "before" else record.after
     return f"{scope_text(override)}: {rule_text(override)}"
 
 
-def lasts_text(held: "policy_pb2.HeldOverride") -> str:
+def remaining_text(entry: "policy_pb2.HeldOverride") -> str:
     """Returns the remaining time of an override as text."""
-    if held.origin:
+    if entry.origin:
         return "with its file"
-    if not held.HasField("remaining_seconds"):
+    if not entry.HasField("remaining_seconds"):
         return "permanent"
-    seconds = round(held.remaining_seconds)
+    seconds = round(entry.remaining_seconds)
     for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -144,8 +152,8 @@ _OVERRIDES: "Listing[policy_pb2.HeldOverride]" = Listing(
         Column("origin", lambda held: held.origin or "operator", priority=5),
         Column("who", lambda held: held.override.author, priority=3),
         Column("why", lambda held: held.override.reason, priority=2),
-        Column("set at", lambda held: _moment(held.created_at), priority=6),
-        Column("ends in", lasts_text, right=True, priority=1),
+        Column("set at", lambda held: _utc_text(held.created_at), priority=6),
+        Column("ends in", remaining_text, right=True, priority=1),
         Column("etag", lambda held: held.etag or "-", priority=7),
     ),
     plain_values,
@@ -154,14 +162,14 @@ _CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
     "OverrideChangeList",
     lambda record: record.override_id,
     (
-        Column("when", lambda record: _moment(record.at)),
+        Column("when", lambda record: _utc_text(record.at)),
         Column("what", lambda record: record.action, priority=1),
         Column("override", lambda record: record.override_id),
         Column("who", lambda record: record.author or "-", priority=2),
         Column("why", lambda record: record.reason, priority=3),
         Column("from", lambda record: record.origin, priority=6),
-        Column("before", lambda record: _in_short(record, "before"), priority=5),
-        Column("after", lambda record: _in_short(record, "after"), priority=4),
+        Column("before", lambda record: _override_text(record, "before"), priority=5),
+        Column("after", lambda record: _override_text(record, "after"), priority=4),
     ),
     plain_values,
 )
@@ -190,8 +198,8 @@ def check(
     try:
         overrides, _ = read_policy(file)
     except PolicyFileError as error:
-        refuse("policy", error)
-    show(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
+        exit_with_error("policy", error)
+    print_list(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
 
 
 _RULES: "Listing[policy_pb2.Override]" = Listing(

@@ -7,7 +7,14 @@ import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import DEFAULT_ADDRESS, checked_address
-from controller.cli.output import FormOption, Output, print_error, print_words, refuse, show_one
+from controller.cli.output import (
+    FormOption,
+    Output,
+    exit_with_error,
+    print_error,
+    print_result,
+    print_wrapped,
+)
 from controller.cli.profiles import print_profile, profile_values
 from controller.util.exit_codes import Exit
 
@@ -112,7 +119,7 @@ def measure(
             output=output,
             engine_id=engine_id,
             settings=ProfilingSettings(
-                batch_sizes=_sizes(batch_sizes),
+                batch_sizes=_parse_batch_sizes(batch_sizes),
                 budget_seconds=budget,
                 tolerance=tolerance,
                 context_tokens=context_tokens,
@@ -121,16 +128,16 @@ def measure(
             force=force,
             prompt_text=prompts.read_text(encoding="utf-8") if prompts else "",
             api_key=api_key,
-            command=_command(sys.argv[1:], api_key),
+            command=_command_line(sys.argv[1:], api_key),
         )
-        outcome = _run(request)
+        outcome = _run_measurement(request)
     except (SpeculationError, UnicodeDecodeError) as error:
         code = error.exit_code if isinstance(error, ProfilingError) else Exit.FAILED
-        refuse("profile", error, code)
-    _print(outcome, form)
+        exit_with_error("profile", error, code)
+    _print_outcome(outcome, form)
 
 
-def _command(arguments: list[str], secret: str) -> str:
+def _command_line(arguments: list[str], secret: str) -> str:
     """Returns the command line that the profile records, without the API key."""
     import shlex
 
@@ -138,7 +145,7 @@ def _command(arguments: list[str], secret: str) -> str:
     return shlex.join(["controller", *shown])
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_batch_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
@@ -147,7 +154,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         ) from error
 
 
-def _run(request: "ProfileRequest") -> "ProfileOutcome":
+def _run_measurement(request: "ProfileRequest") -> "ProfileOutcome":
     """Runs the measurement.  On SIGINT and SIGTERM it ends, and keeps what was measured."""
     import asyncio
     import signal
@@ -156,14 +163,14 @@ def _run(request: "ProfileRequest") -> "ProfileOutcome":
     from controller.profiling import profile_engine
     from controller.profiling.progress import BarReporter, LineReporter
 
-    caught: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
 
     async def run() -> "ProfileOutcome":
         task = asyncio.current_task()
         assert task is not None
 
         def stop(number: signal.Signals) -> None:
-            caught.append(number)
+            signals.append(number)
             task.cancel()
 
         loop = asyncio.get_running_loop()
@@ -175,23 +182,23 @@ def _run(request: "ProfileRequest") -> "ProfileOutcome":
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
-        name = caught[0].name if caught else "cancelled"
+        name = signals[0].name if signals else "cancelled"
         print_error(f"controller profile: stopped ({name})")
-        raise typer.Exit(_EXIT_SIGNAL + (caught[0] if caught else 0)) from None
+        raise typer.Exit(_EXIT_SIGNAL + (signals[0] if signals else 0)) from None
 
 
-def _print(outcome: "ProfileOutcome", output: Output) -> None:
+def _print_outcome(outcome: "ProfileOutcome", output: Output) -> None:
     profile = outcome.profile
 
-    def tell() -> None:
+    def print_text() -> None:
         print_profile(profile, wide=output is Output.WIDE)
-        how = "reused" if outcome.reused else f"measured in {outcome.seconds:.1f} s"
-        print_words(
-            f"{outcome.path}: profile {profile.profile_id}, {how}; in use by "
+        origin = "reused" if outcome.reused else f"measured in {outcome.seconds:.1f} s"
+        print_wrapped(
+            f"{outcome.path}: profile {profile.profile_id}, {origin}; in use by "
             f"{', '.join(outcome.engine_ids)}"
         )
 
-    show_one(
+    print_result(
         "Profile",
         profile_values(profile, outcome.path)
         | {
@@ -201,5 +208,5 @@ def _print(outcome: "ProfileOutcome", output: Output) -> None:
         },
         output,
         [profile.profile_id],
-        tell,
+        print_text,
     )

@@ -9,22 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.completion import engine_ids, profile_ids
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators
+from controller.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    open_connection,
+    to_operators_address,
+)
 from controller.cli.output import (
     Column,
     FormOption,
     Listing,
     Output,
     OutputOption,
+    exit_with_error,
     plain_values,
     print_line,
     print_lines,
+    print_result,
     print_table,
-    print_words,
-    refuse,
-    show_one,
+    print_wrapped,
 )
-from controller.cli.output import show as show_list
+from controller.cli.output import print_list as show_list
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 10.0
 
-Which = Annotated[
+ProfileArgument = Annotated[
     str, typer.Argument(help="A file, or the id of a profile in the sidecar's profile store.")
 ]
 
@@ -48,12 +53,12 @@ def push(
     """Puts a profile into the sidecar's store, for all pods whose engine it matches."""
     from speculation.v1 import service_pb2
 
-    text = _read(file).to_json()
-    with connected(for_operators(address)) as channel:
+    text = _read_file(file).to_json()
+    with open_connection(to_operators_address(address)) as channel:
         answer = _stub(channel).PushProfile(
             service_pb2.PushProfileRequest(profile_json=text), timeout=_ANSWER_SECONDS
         )
-    show_one(
+    print_result(
         "PushedProfile", plain_values(answer), output, [answer.profile_id],
         lambda: print_line(
             f"profile {answer.profile_id} is in the profile store, under identity {answer.identity}"
@@ -84,17 +89,17 @@ def pull(
     """Fetches a profile from the sidecar's store, by its id, its identity or its engine."""
     if bool(profile_id) == bool(engine):
         raise typer.BadParameter("name either a profile id, or an engine with --engine")
-    found = _fetched(address, profile_id, engine)
+    profile = _fetch_profile(address, profile_id, engine)
     if file is not None:
-        _write(file, found)
+        _write_file(file, profile)
 
-    def tell() -> None:
+    def print_text() -> None:
         if file is None:
-            print_lines(found.to_json().removesuffix("\n"))
+            print_lines(profile.to_json().removesuffix("\n"))
         else:
-            print_line(f"{file}: profile {found.profile_id}")
+            print_line(f"{file}: profile {profile.profile_id}")
 
-    show_one("Profile", profile_values(found, file), form, [found.profile_id], tell)
+    print_result("Profile", profile_values(profile, file), form, [profile.profile_id], print_text)
 
 
 _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
@@ -118,18 +123,18 @@ _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
 
 def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the profiles in the sidecar's store, the newest first."""
-    from controller.client.paging import every_page_of
+    from controller.client.paging import collect_request_pages
     from speculation.v1 import service_pb2
 
-    with connected(address) as channel:
+    with open_connection(address) as channel:
         list_profiles = partial(_stub(channel).ListProfiles, timeout=_ANSWER_SECONDS)
-        answer = every_page_of(list_profiles, service_pb2.ListProfilesRequest(), "profiles")
+        answer = collect_request_pages(list_profiles, service_pb2.ListProfilesRequest(), "profiles")
     none = "no profile is in the store: measure one with `controller profile`"
     show_list(_PROFILES, answer.profiles, output, none)
 
 
 def show(
-    which: Which,
+    which: ProfileArgument,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
     acceptance: Annotated[
@@ -142,15 +147,15 @@ def show(
     """Prints a profile's step times and the engine that it was measured on."""
     from controller.core.cost.profile import batch_limits
 
-    found = _profile(which, address)
-    limits = batch_limits(found, acceptance)
+    profile = _load_profile(which, address)
+    limits = batch_limits(profile, acceptance)
 
-    def tell() -> None:
-        print_profile(found, wide=output is Output.WIDE)
-        print_words(_about(found, limits, acceptance))
+    def print_text() -> None:
+        print_profile(profile, wide=output is Output.WIDE)
+        print_wrapped(_profile_text(profile, limits, acceptance))
 
-    values = profile_values(found) | {"graph_limits": limits}
-    show_one("Profile", values, output, [found.profile_id], tell)
+    values = profile_values(profile) | {"graph_limits": limits}
+    print_result("Profile", values, output, [profile.profile_id], print_text)
 
 
 def print_profile(profile: "Profile", *, wide: bool) -> None:
@@ -159,29 +164,35 @@ def print_profile(profile: "Profile", *, wide: bool) -> None:
 
     for table in profile_tables(profile):
         print_table(table, wide=wide)
-    print_words(measured_text(profile))
+    print_wrapped(measured_text(profile))
 
 
 def profile_values(profile: "Profile", path: Path | None = None) -> dict[str, Any]:
     """Returns the document of a profile.  path: the file that it was written to."""
     import json
 
-    where = {} if path is None else {"path": path}
-    return {"profile_id": profile.profile_id, **where, "profile": json.loads(profile.to_json())}
+    path_values = {} if path is None else {"path": path}
+    return {
+        "profile_id": profile.profile_id,
+        **path_values,
+        "profile": json.loads(profile.to_json()),
+    }
 
 
-def _about(found: "Profile", limits: dict[int, int], acceptance: float) -> str:
+def _profile_text(profile: "Profile", limits: dict[int, int], acceptance: float) -> str:
     import dataclasses
 
-    lines = [f"profile {found.profile_id}, measured {found.measured_at or 'at an unknown time'}"]
-    if found.merged_from:
-        lines.append(f"  merged from {', '.join(found.merged_from)}")
+    lines = [
+        f"profile {profile.profile_id}, measured {profile.measured_at or 'at an unknown time'}"
+    ]
+    if profile.merged_from:
+        lines.append(f"  merged from {', '.join(profile.merged_from)}")
     lines += [
         f"  {name}: {value}"
-        for name, value in dataclasses.asdict(found.fingerprint).items()
+        for name, value in dataclasses.asdict(profile.fingerprint).items()
         if value not in ("", ())
     ]
-    lines += [f"  drafter {d.name}: {d.model}@{d.revision}" for d in found.drafters]
+    lines += [f"  drafter {d.name}: {d.model}@{d.revision}" for d in profile.drafters]
     if limits:
         listed = ",".join(f"{gamma}:{size}" for gamma, size in limits.items())
         lines += [
@@ -192,8 +203,8 @@ def _about(found: "Profile", limits: dict[int, int], acceptance: float) -> str:
 
 
 def diff(
-    one: Which,
-    other: Which,
+    one: ProfileArgument,
+    other: ProfileArgument,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
@@ -207,20 +218,25 @@ def diff(
     from controller.core.cost.profile_merge import differences
     from controller.profiling.report import cell_differences, difference_tables
 
-    here, there = _profile(one, address), _profile(other, address)
-    different = differences(here, there)
-    cells = cell_differences(here, there)
+    first_profile, second_profile = _load_profile(one, address), _load_profile(other, address)
+    different = differences(first_profile, second_profile)
+    cells = cell_differences(first_profile, second_profile)
 
-    def tell() -> None:
-        for field, mine, theirs in different:
-            print_words(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
+    def print_text() -> None:
+        for field, first_value, second_value in different:
+            print_wrapped(f"{field}: {first_value!r} in {one}, {second_value!r} in {other}")
         for table in difference_tables(cells):
             print_table(table, wide=output is Output.WIDE)
         print_line("!: differs by more than the sum of both spreads; -: only in one profile")
 
-    fields = [{"field": name, "first": mine, "second": its} for name, mine, its in different]
+    fields = [
+        {"field": name, "first": first_value, "second": second_value}
+        for name, first_value, second_value in different
+    ]
     values = {"fields": fields, "cells": [dataclasses.asdict(cell) for cell in cells]}
-    show_one("ProfileDifference", values, output, [name for name, _, _ in different], tell)
+    print_result(
+        "ProfileDifference", values, output, [name for name, _, _ in different], print_text
+    )
     if different:
         raise typer.Exit(Exit.MISMATCH)
 
@@ -235,25 +251,25 @@ def merge(
     from controller.core.errors import ProfileMergeError
 
     try:
-        merged = merge_profiles([_read(each) for each in files])
+        merged = merge_profiles([_read_file(path) for path in files])
     except ProfileMergeError as error:
-        refuse("profile", str(error))
-    _write(file, merged)
+        exit_with_error("profile", str(error))
+    _write_file(file, merged)
     count = len(merged.merged_from)
-    show_one(
+    print_result(
         "Profile", profile_values(merged, file), form, [merged.profile_id],
         lambda: print_line(f"{file}: profile {merged.profile_id}, from {count} measurements"),
     )  # fmt: skip
 
 
-def _profile(which: str, address: str) -> "Profile":
+def _load_profile(which: str, address: str) -> "Profile":
     # A text that looks like an id is a file name only if that file exists.
     if re.fullmatch(r"[0-9a-f]{16}", which) and not Path(which).exists():
-        return _fetched(address, which, "")
-    return _read(Path(which))
+        return _fetch_profile(address, which, "")
+    return _read_file(Path(which))
 
 
-def _fetched(address: str, profile_id: str, engine: str) -> "Profile":
+def _fetch_profile(address: str, profile_id: str, engine: str) -> "Profile":
     from controller.core.cost.profile import Profile
     from controller.core.errors import InvalidProfileError
     from speculation.v1 import service_pb2
@@ -263,12 +279,12 @@ def _fetched(address: str, profile_id: str, engine: str) -> "Profile":
         if engine
         else service_pb2.GetProfileRequest(profile_id=profile_id)
     )
-    with connected(address) as channel:
+    with open_connection(address) as channel:
         answer = _stub(channel).GetProfile(request, timeout=_ANSWER_SECONDS)
     try:
         return Profile.from_json(answer.profile_json)
     except InvalidProfileError as error:
-        refuse("profile", f"the sidecar's answer is not a valid profile: {error}")
+        exit_with_error("profile", f"the sidecar's answer is not a valid profile: {error}")
 
 
 def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
@@ -277,25 +293,25 @@ def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
     return service_pb2_grpc.ProfilingServiceStub(channel)
 
 
-def _read(file: Path) -> "Profile":
+def _read_file(file: Path) -> "Profile":
     from controller.core.cost.profile import Profile
     from controller.core.errors import InvalidProfileError
 
     try:
         return Profile.from_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        refuse("profile", f"{file}: {error.strerror}")
+        exit_with_error("profile", f"{file}: {error.strerror}")
     except (InvalidProfileError, UnicodeDecodeError) as error:
-        refuse("profile", f"{file} is not a valid profile: {error}")
+        exit_with_error("profile", f"{file} is not a valid profile: {error}")
 
 
-def _write(file: Path, what: "Profile") -> None:
-    from controller.util.files import write_whole
+def _write_file(file: Path, profile: "Profile") -> None:
+    from controller.util.files import write_atomically
 
     try:
-        write_whole(file, what.to_json().encode())
+        write_atomically(file, profile.to_json().encode())
     except OSError as error:
-        refuse("profile", f"{file}: {error.strerror}")
+        exit_with_error("profile", f"{file}: {error.strerror}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -13,10 +13,10 @@ from controller.cli.output import (
     FormOption,
     Output,
     OutputOption,
+    exit_with_error,
     print_line,
+    print_result,
     print_table,
-    refuse,
-    show_one,
 )
 from controller.util.exit_codes import Exit
 from controller.util.text import TextColumn, TextTable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from controller.recording.replay import ReplayVerdict
 
 # Number of stretches that are printed: the longest.
-_SHOWN = 20
+_STRETCHES_SHOWN = 20
 
 RecordingPath = Annotated[
     Path, typer.Argument(metavar="RECORDING", help="A segment, or a directory of them.")
@@ -65,41 +65,47 @@ def replay(
     """
     from controller.core.errors import SpeculationError
     from controller.recording.counterfactual import Counterfactual
-    from controller.recording.recording import find
+    from controller.recording.recording import find_recording
     from controller.recording.replay import replay as decide_again
 
     try:
-        change = _change(policy, profile, planner_constant or [])
-        other = None if change is None else Counterfactual(change)
-        verdict = decide_again(find(recording, engine), [] if other is None else [other])
+        counterfactual_change = _counterfactual_change(policy, profile, planner_constant or [])
+        counterfactual = (
+            None if counterfactual_change is None else Counterfactual(counterfactual_change)
+        )
+        verdict = decide_again(
+            find_recording(recording, engine), [] if counterfactual is None else [counterfactual]
+        )
     except SpeculationError as error:
-        refuse("replay", " ".join(str(error).splitlines()))
-    compared = None if other is None else other.found
+        exit_with_error("replay", " ".join(str(error).splitlines()))
+    comparison = None if counterfactual is None else counterfactual.comparison
 
-    def tell() -> None:
-        _print(verdict)
-        if compared is not None:
-            _print_comparison(compared, wide=output is Output.WIDE)
+    def print_text() -> None:
+        _print_verdict(verdict)
+        if comparison is not None:
+            _print_comparison(comparison, wide=output is Output.WIDE)
 
-    show_one("Replay", _values(verdict, compared), output, [verdict.engine_id], tell)
+    print_result(
+        "Replay", _verdict_values(verdict, comparison), output, [verdict.engine_id], print_text
+    )
     if not verdict.is_same:
         raise typer.Exit(Exit.FAILED)
 
 
-def _change(
+def _counterfactual_change(
     policy: str, profile: Path | None, constants: list[str]
 ) -> "CounterfactualChange | None":
     from controller.recording.counterfactual import CounterfactualChange
 
-    given: dict[str, object] = dict(map(_constant, constants))
+    changed: dict[str, object] = dict(map(_parse_constant, constants))
     if policy:
-        given["policy"] = policy
-    if not given and profile is None:
+        changed["policy"] = policy
+    if not changed and profile is None:
         return None
-    return CounterfactualChange(given, None if profile is None else _profile(profile))
+    return CounterfactualChange(changed, None if profile is None else _read_profile(profile))
 
 
-def _constant(text: str) -> tuple[str, object]:
+def _parse_constant(text: str) -> tuple[str, object]:
     from dataclasses import fields
 
     from controller.core.settings import PlannerSettings
@@ -118,7 +124,7 @@ def _constant(text: str) -> tuple[str, object]:
         raise RecordingError(f"--planner-constant {text}: {error}") from error
 
 
-def _profile(path: Path) -> "Profile":
+def _read_profile(path: Path) -> "Profile":
     from controller.core.cost.profile import Profile
     from controller.recording.segments import RecordingError
 
@@ -128,7 +134,7 @@ def _profile(path: Path) -> "Profile":
         raise RecordingError(f"--profile {path} cannot be read: {error}") from error
 
 
-def _print(verdict: "ReplayVerdict") -> None:
+def _print_verdict(verdict: "ReplayVerdict") -> None:
     from controller.recording.html_page import time_text
 
     seconds = verdict.ended_at - verdict.began_at
@@ -137,56 +143,71 @@ def _print(verdict: "ReplayVerdict") -> None:
         f"{verdict.plans} plans in {seconds:.1f} s from {time_text(verdict.began_at)} "
         f"({verdict.segments} segments, {verdict.sessions} sessions)"
     )
-    for name, why in verdict.gaps:
-        print_line(f"gap: {name}: {why}")
+    for name, reason in verdict.gaps:
+        print_line(f"gap: {name}: {reason}")
     if verdict.is_same:
         print_line(
             f"all {verdict.decisions} decisions are the same, bit by bit, and so is the state of "
             f"the core at {verdict.states} checkpoints"
         )
         return
-    first = verdict.first
-    assert first is not None
-    print_line(f"{verdict.differences} differences; the first, at {time_text(first.wall_seconds)},")
-    print_line(f"{first.path.name}, record {first.record}: {first.text}")
-    for name, there, here in verdict.strange:
-        print_line(f"recorded with {name} {there}, replayed with {here}: last bits may differ")
-
-
-def _print_comparison(found: "Comparison", *, wide: bool) -> None:
+    first_difference = verdict.first
+    assert first_difference is not None
     print_line(
-        f"with the change: another choice in {found.differing_share:.1%} of {found.steps} steps; "
-        f"estimated {found.other_rate:.1f} tokens/s against {found.recorded_rate:.1f} "
-        f"({found.gain:+.1%}); observed, including probes, {found.observed_rate:.1f}"
+        f"{verdict.differences} differences; the first, at "
+        f"{time_text(first_difference.wall_seconds)},"
+    )
+    print_line(
+        f"{first_difference.path.name}, record {first_difference.record}: {first_difference.text}"
+    )
+    for name, recorded_version, replay_version in verdict.strange:
+        print_line(
+            f"recorded with {name} {recorded_version}, replayed with {replay_version}: last bits "
+            "may differ"
+        )
+
+
+def _print_comparison(comparison: "Comparison", *, wide: bool) -> None:
+    print_line(
+        f"with the change: another choice in {comparison.differing_share:.1%} of "
+        f"{comparison.steps} steps; "
+        f"estimated {comparison.other_rate:.1f} tokens/s against {comparison.recorded_rate:.1f} "
+        f"({comparison.gain:+.1%}); observed, including probes, {comparison.observed_rate:.1f}"
     )
     print_line(
         "The estimate uses the step times and acceptance that were estimated at that time. In "
-        f"{found.unseen} of the {found.differing} differing steps the other choice drafts "
+        f"{comparison.unseen} of the {comparison.differing} differing steps the other choice "
+        "drafts "
         "positions with few or no observations: the estimate is unreliable there."
     )
-    if found.measured:
-        print_line(f"{found.measured} steps of a profile measurement are left out")
-    if found.stretches:
-        print_table(_stretches(found), wide=wide)
+    if comparison.measured:
+        print_line(f"{comparison.measured} steps of a profile measurement are left out")
+    if comparison.stretches:
+        print_table(_stretches_table(comparison), wide=wide)
 
 
-def _stretches(found: "Comparison") -> TextTable:
+def _stretches_table(comparison: "Comparison") -> TextTable:
     from controller.recording.html_page import time_text
 
-    longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
-    rest = len(found.stretches) + found.more_stretches - len(longest)
+    longest = sorted(comparison.stretches, key=lambda s: s.seconds, reverse=True)[:_STRETCHES_SHOWN]
+    hidden_count = len(comparison.stretches) + comparison.more_stretches - len(longest)
     title = "Where the choice differs"
     rows = [
         (
-            time_text(at.wall_seconds), f"{at.seconds:.2f}", str(at.steps),
-            str(at.batch_min) if at.batch_min == at.batch_max else f"{at.batch_min}-{at.batch_max}",
-            _arm(at.recorded), _arm(at.other), at.reason, f"{at.gain:+.1%}",
-            f"{at.unseen / at.steps:.0%}",
+            time_text(stretch.wall_seconds), f"{stretch.seconds:.2f}", str(stretch.steps),
+            str(stretch.batch_min)
+            if stretch.batch_min == stretch.batch_max
+            else f"{stretch.batch_min}-{stretch.batch_max}",
+            _arm_text(stretch.recorded), _arm_text(stretch.other), stretch.reason,
+            f"{stretch.gain:+.1%}",
+            f"{stretch.unseen / stretch.steps:.0%}",
         )
-        for at in sorted(longest, key=lambda s: s.wall_seconds)
+        for stretch in sorted(longest, key=lambda s: s.wall_seconds)
     ]  # fmt: skip
     return TextTable(
-        f"{title} ({rest} shorter periods are not shown)" if rest else title, _STRETCHES, rows
+        f"{title} ({hidden_count} shorter periods are not shown)" if hidden_count else title,
+        _STRETCHES,
+        rows,
     )
 
 
@@ -199,24 +220,24 @@ _STRETCHES = (
 )  # fmt: skip
 
 
-def _arm(arm: "Arm") -> str:
+def _arm_text(arm: "Arm") -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def _values(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
+def _verdict_values(verdict: "ReplayVerdict", comparison: "Comparison | None") -> dict[str, Any]:
     from dataclasses import asdict
 
     body = asdict(verdict) | {"same": verdict.is_same}
     if verdict.first is not None:
         body["first"]["path"] = str(verdict.first.path)
-    if compared is not None:
-        body["otherwise"] = asdict(compared) | {
+    if comparison is not None:
+        body["otherwise"] = asdict(comparison) | {
             "estimate": True,
-            "differing_share": compared.differing_share,
-            "recorded_tokens_per_second": compared.recorded_rate,
-            "other_tokens_per_second": compared.other_rate,
-            "observed_tokens_per_second": compared.observed_rate,
-            "gain": compared.gain,
+            "differing_share": comparison.differing_share,
+            "recorded_tokens_per_second": comparison.recorded_rate,
+            "other_tokens_per_second": comparison.other_rate,
+            "observed_tokens_per_second": comparison.observed_rate,
+            "gain": comparison.gain,
         }
     return body
 
@@ -232,24 +253,24 @@ def report(
     Exit codes: 0 written, 2 bad input.
     """
     from controller.core.errors import SpeculationError
-    from controller.recording.incident_report import render_ticket
-    from controller.recording.recording import find
+    from controller.recording.incident_report import render_incident_report
+    from controller.recording.recording import find_recording
     from controller.recording.replay import replay
     from controller.recording.window import Window
-    from controller.util.files import write_whole
+    from controller.util.files import write_atomically
 
     try:
         window = Window()
-        verdict = replay(find(recording, engine), [window])
-        text = render_ticket(window, verdict)
+        verdict = replay(find_recording(recording, engine), [window])
+        text = render_incident_report(window, verdict)
     except SpeculationError as error:
-        refuse("report", " ".join(str(error).splitlines()))
+        exit_with_error("report", " ".join(str(error).splitlines()))
     try:
-        write_whole(file, text.encode("utf-8", "replace"))
+        write_atomically(file, text.encode("utf-8", "replace"))
     except OSError as error:
-        refuse("report", f"{file} cannot be written: {error.strerror}")
+        exit_with_error("report", f"{file} cannot be written: {error.strerror}")
     steps, plans = len(window.steps), window.plan_count
-    show_one(
+    print_result(
         "IncidentReport",
         {"path": file, "engine_id": verdict.engine_id, "steps": steps, "plans": plans},
         output,

@@ -16,8 +16,8 @@ from controller.cli.output import (
     Listing,
     Output,
     OutputOption,
-    refuse,
-    show,
+    exit_with_error,
+    print_list,
 )
 from controller.util.exit_codes import Exit
 
@@ -33,7 +33,7 @@ CONFIG_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def _option(name: str, kind: Any, text: str, shown: str = "", *, flags: str = "") -> Parameter:
     """Describes the option of a setting.
 
-    name: of the setting, or of `flags_of`.  text: the help.  shown: the default that the help
+    name: of the setting, or of `split_flags`.  text: the help.  shown: the default that the help
     names; the real one is None, so that the other sources of settings count.  flags: the names on
     the command line if they are not --NAME.
     """
@@ -110,39 +110,39 @@ def serve(**given: Any) -> None:
     from controller.settings.settings import Settings, SettingsError
     from controller.util import logs
 
-    flags, file = flags_of(given)
+    flags, file = split_flags(given)
 
-    def read() -> Settings:
+    def load_settings() -> Settings:
         return Settings.load(flags, file)
 
     try:
-        settings = read()
+        settings = load_settings()
     except SettingsError as error:
-        refuse("serve", error)
+        exit_with_error("serve", error)
     logs.configure(settings.log_level)
-    limits.raise_descriptors(settings)
+    limits.raise_descriptor_limit(settings)
     try:
-        asyncio.run(Sidecar(settings).run(read))
+        asyncio.run(Sidecar(settings).run(load_settings))
     except SpeculationError as error:
-        refuse("serve", error, _code_of(error))
+        exit_with_error("serve", error, _exit_code(error))
     finally:
-        logs.tell_suppressed()
+        logs.log_suppressed_counts()
 
 
 # Typer reads the options from the signature.
 serve.__signature__ = Signature(_OPTIONS)  # type: ignore[attr-defined]
 
 
-def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+def split_flags(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """Returns the settings and the settings file that a command line of `serve` names."""
-    given = {name: value for name, value in params.items() if value not in (None, (), [])}
-    if "profile" in given:
-        given["profiles"] = given.pop("profile")
-    config = given.pop("config", None)
-    return given, None if config is None else Path(config)
+    given_options = {name: value for name, value in params.items() if value not in (None, (), [])}
+    if "profile" in given_options:
+        given_options["profiles"] = given_options.pop("profile")
+    config = given_options.pop("config", None)
+    return given_options, None if config is None else Path(config)
 
 
-def _code_of(error: "SpeculationError") -> Exit:
+def _exit_code(error: "SpeculationError") -> Exit:
     from controller.service.net.access import AccessFileError
     from controller.service.net.errors import AddressTakenError
     from controller.service.net.unix_sockets import SocketTakenError
@@ -181,18 +181,18 @@ def config(
     from controller.core.errors import SpeculationError
     from controller.settings.settings import Settings
 
-    flags, file = flags_of(_serve_params(context.args))
+    flags, file = split_flags(_serve_params(context.args))
     try:
         settings, sources = Settings.read(flags, file)
-        _require_a_redis(settings)
+        _check_redis_settings(settings)
     except SpeculationError as error:
-        refuse("config", error)
+        exit_with_error("config", error)
     if check:
         return
-    show(_SETTINGS, _rows(settings, sources), output)
+    print_list(_SETTINGS, _setting_rows(settings, sources), output)
 
 
-def _require_a_redis(settings: "Settings") -> None:
+def _check_redis_settings(settings: "Settings") -> None:
     """Checks the Redis settings without connecting.  Raises RedisUrlError, as `serve` would."""
     if settings.redis_url is not None:
         from controller.settings.redis_settings import redis_access
@@ -210,27 +210,27 @@ def _serve_params(arguments: list[str]) -> dict[str, Any]:
     return command.make_context("controller config", list(arguments)).params
 
 
-def _rows(settings: "Settings", sources: "Sources") -> list[dict[str, Any]]:
-    from controller.settings.settings import keys
+def _setting_rows(settings: "Settings", sources: "Sources") -> list[dict[str, Any]]:
+    from controller.settings.settings import setting_keys
 
     return [
         {
             "key": key,
-            "value": _value(settings, key),
+            "value": _plain_value(settings, key),
             "source": sources.origin(key).kind,
             "name": sources.origin(key).name,
-            "reloads": _reloads(key),
+            "reloads": _is_reloaded(key),
         }
-        for key in keys()
+        for key in setting_keys()
     ]
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _value_text(row: dict[str, Any]) -> str:
     value = row["value"]
     return ":".join(value) if isinstance(value, list) else "-" if value is None else str(value)
 
 
-def _origin(row: dict[str, Any]) -> str:
+def _source_text(row: dict[str, Any]) -> str:
     return f"{row['source']} {row['name']}".strip()
 
 
@@ -239,21 +239,21 @@ _SETTINGS: Listing[dict[str, Any]] = Listing(
     lambda row: str(row["key"]),
     (
         Column("setting", lambda row: str(row["key"])),
-        Column("value", _shown),
-        Column("from", _origin),
+        Column("value", _value_text),
+        Column("from", _source_text),
         Column("reloads", lambda row: "SIGHUP" if row["reloads"] else "restart", priority=1),
     ),
     lambda row: row,
 )
 
 
-def _reloads(key: str) -> bool:
+def _is_reloaded(key: str) -> bool:
     from controller.settings.settings import RELOADED
 
     return key.partition(".")[0] in RELOADED
 
 
-def _value(settings: "Settings", key: str) -> Any:
+def _plain_value(settings: "Settings", key: str) -> Any:
     """Returns a setting as a JSON value.  Secrets are masked, which is how pydantic writes them."""
     value: Any = settings
     for name in key.split("."):

@@ -20,7 +20,7 @@ _SUMMARIES = {
 _ADVICE = "pip install speculation-controller-simulator"
 
 
-class WithSimulator(TyperGroup):
+class CommandGroup(TyperGroup):
     """The `controller` commands, those of the simulator included.
 
     The simulator imports this package, so it is imported last.
@@ -28,7 +28,7 @@ class WithSimulator(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        app, installed = typer.Typer(), _installed()
+        app, installed = typer.Typer(), _load_commands()
         for name, summary in _SUMMARIES.items():
             if installed:
                 app.command(name)(installed[name])
@@ -37,7 +37,7 @@ class WithSimulator(TyperGroup):
                     name,
                     help=f"{summary} Not installed: {_ADVICE}",
                     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-                )(_absent(name))
+                )(_missing_command(name))
         self.commands.update(typer.main.get_group(app).commands)
 
     def invoke(self, ctx: Any) -> Any:
@@ -49,21 +49,21 @@ class WithSimulator(TyperGroup):
             raise
 
 
-def _installed() -> Mapping[str, Callable[..., None]]:
+def _load_commands() -> Mapping[str, Callable[..., None]]:
     """Returns the simulator's commands by name; {} if it is not installed."""
     try:
-        found: Mapping[str, Callable[..., None]] = import_module(_MODULE).COMMANDS
+        commands: Mapping[str, Callable[..., None]] = import_module(_MODULE).COMMANDS
     except ModuleNotFoundError as error:
         # Another distribution may have a package of that name.
         if error.name not in {_MODULE, _MODULE.partition(".")[0]}:
             raise
         return {}
-    return found
+    return commands
 
 
-def _absent(name: str) -> Callable[[], None]:
-    def refuse() -> None:
+def _missing_command(name: str) -> Callable[[], None]:
+    def exit_with_advice() -> None:
         print_error(f"controller {name}: the simulator is not installed: {_ADVICE}")
         raise typer.Exit(Exit.USAGE)
 
-    return refuse
+    return exit_with_advice

@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, is_away, open_channel
+from controller.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    is_unreachable,
+    open_channel,
+    open_connection,
+)
 from controller.cli.fleet import (
     FLEET,
     LINKS,
     FilterOption,
     FleetOption,
-    document,
-    fleet_of,
-    foot,
-    head,
+    fleet_document,
+    footer_lines,
+    header_line,
+    read_fleet,
     require_fleet,
     show_fleet,
 )
@@ -29,15 +35,15 @@ from controller.cli.output import (
     Listing,
     Output,
     OutputOption,
-    fitting_table,
+    fit_table,
     optional_column,
     plain_values,
+    print_change,
     print_error,
     print_line,
-    show,
-    show_news,
+    print_list,
 )
-from controller.util.text import printable
+from controller.util.text import to_printable
 
 if TYPE_CHECKING:
     import grpc
@@ -57,18 +63,18 @@ _ANSWER_SECONDS_MAX = 5.0
 class _View(Generic[Answer]):
     """Describes what `top` shows.
 
-    ask: calls the sidecar; raises grpc.RpcError.  head, foot: lines above and below the table.
-    foot_style: style of the lines below.  print: prints an answer.  document: an answer as plain
-    values.
+    fetch: calls the sidecar; raises grpc.RpcError.  header_line, footer_lines: lines above and
+    below the table. footer_style: style of the lines below.  print_answer: prints an answer.
+    document: an answer as plain values.
     """
 
-    ask: "Callable[[grpc.Channel], Answer]"
+    fetch: "Callable[[grpc.Channel], Answer]"
     listing: Listing[Any]
-    head: Callable[[Answer], str]
-    foot: Callable[[Answer], list[str]]
-    print: Callable[[Answer, Output], None]
+    header_line: Callable[[Answer], str]
+    footer_lines: Callable[[Answer], list[str]]
+    print_answer: Callable[[Answer, Output], None]
     document: Callable[[Answer], dict[str, Any]]
-    foot_style: str = ""
+    footer_style: str = ""
 
 
 def top(
@@ -89,58 +95,67 @@ def top(
     """
     if not once and output in {Output.WIDE, Output.NAME}:
         raise typer.BadParameter(f"-o {output} needs --once")
-    require_fleet(fleet=fleet, words=words)
+    require_fleet(fleet=fleet, filter_text=words)
     if fleet:
-        _show(_fleet_view(words), address, interval, output, once=once)
+        _show_view(_fleet_view(words), address, interval, output, once=once)
     else:
-        _show(_SIDECAR, address, interval, output, once=once)
+        _show_view(_SIDECAR, address, interval, output, once=once)
 
 
-def _fleet_view(words: str) -> "_View[service_pb2.ListFleetResponse]":
-    return _View(lambda channel: fleet_of(channel, words), FLEET, head, foot, show_fleet, document)
+def _fleet_view(filter_text: str) -> "_View[service_pb2.ListFleetResponse]":
+    return _View(
+        lambda channel: read_fleet(channel, filter_text),
+        FLEET,
+        header_line,
+        footer_lines,
+        show_fleet,
+        fleet_document,
+    )
 
 
-def _show(
+def _show_view(
     view: _View[Answer], address: str, interval: float, output: Output, *, once: bool
 ) -> None:
-    with connected(address) as channel:
-        answer = view.ask(channel)
+    with open_connection(address) as channel:
+        answer = view.fetch(channel)
     if once:
-        _print(view, answer, output)
+        _print_answer(view, answer, output)
         return
-    with contextlib.suppress(KeyboardInterrupt), connected(address):
+    with contextlib.suppress(KeyboardInterrupt), open_connection(address):
         if output in DOCUMENTS:
-            _stream(view, _looks(view, address, interval, answer), output)
+            _print_stream(view, _poll(view, address, interval, answer), output)
         else:
-            _watch(view, address, interval, answer)
+            _show_live(view, address, interval, answer)
 
 
-def _stream(view: _View[Answer], looks: Iterator[tuple[Answer, str]], output: Output) -> None:
+def _print_stream(
+    view: _View[Answer], answers: Iterator[tuple[Answer, str]], output: Output
+) -> None:
     """Prints a document for every answer."""
-    known = ""
-    for found, trouble in looks:
+    last_trouble = ""
+    for answer, trouble in answers:
         if not trouble:
-            show_news(view.listing.kind, view.document(found), output, "")
-        elif trouble != known:
+            print_change(view.listing.kind, view.document(answer), output, "")
+        elif trouble != last_trouble:
             print_error(f"controller top: {trouble}")
-        known = trouble
+        last_trouble = trouble
 
 
-def _watch(view: _View[Answer], address: str, interval: float, answer: Answer) -> None:
+def _show_live(view: _View[Answer], address: str, interval: float, answer: Answer) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        for found, trouble in _looks(view, address, interval, answer):
-            _print(view, found, Output.TABLE, trouble)
+        for view_answer, trouble in _poll(view, address, interval, answer):
+            _print_answer(view, view_answer, Output.TABLE, trouble)
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for found, trouble in _looks(view, address, interval, answer):
-            live.update(_screen(view, found, console, trouble), refresh=True)
+        for view_answer, trouble in _poll(view, address, interval, answer):
+            live.update(_render_screen(view, view_answer, console, trouble), refresh=True)
 
 
-def _looks(
+def _poll(
     view: _View[Answer], address: str, interval: float, answer: Answer
 ) -> Iterator[tuple[Answer, str]]:
     """Yields the newest answer, and what is wrong with it ("": nothing), without an end.
@@ -155,9 +170,9 @@ def _looks(
         while True:
             time.sleep(interval)
             try:
-                answer, trouble = view.ask(channel), ""
+                answer, trouble = view.fetch(channel), ""
             except grpc.RpcError as error:
-                if not is_away(error):
+                if not is_unreachable(error):
                     raise
                 trouble = trouble or (
                     f"no sidecar answers at {address} since {time.strftime('%H:%M:%S')}: waiting "
@@ -171,46 +186,46 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
-    from controller.client.paging import every_page_of
+    from controller.client.paging import collect_request_pages
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     overview = service_pb2_grpc.InspectionServiceStub(channel).Overview
-    return every_page_of(
+    return collect_request_pages(
         partial(overview, timeout=_ANSWER_SECONDS_MAX), service_pb2.OverviewRequest()
     )
 
 
-def _screen(
+def _render_screen(
     view: _View[Answer], answer: Answer, console: "Console", trouble: str = ""
 ) -> "RenderableType":
     from rich.console import Group
 
-    table, left_out = fitting_table(
+    table, left_out = fit_table(
         view.listing, answer.engines, console, style="dim" if trouble else ""
     )
-    more = [_text(f"left out: {', '.join(left_out)}", "dim")] if left_out else []
+    left_out_lines = [_safe_text(f"left out: {', '.join(left_out)}", "dim")] if left_out else []
     return Group(
-        _text(view.head(answer)),
-        *([_text(trouble, "bold red")] if trouble else []),
+        _safe_text(view.header_line(answer)),
+        *([_safe_text(trouble, "bold red")] if trouble else []),
         table,
-        *more,
-        *(_text(line, view.foot_style) for line in view.foot(answer)),
+        *left_out_lines,
+        *(_safe_text(line, view.footer_style) for line in view.footer_lines(answer)),
     )
 
 
-def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
+def _print_answer(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
     """Prints an answer; the line above the table is printed for people only."""
     if output in TABLES:
-        print_line(view.head(answer))
+        print_line(view.header_line(answer))
         if trouble:
             print_line(trouble)
-    view.print(answer, output)
+    view.print_answer(answer, output)
 
 
 def _print_engines(answer: "service_pb2.OverviewResponse", output: Output) -> None:
-    show(ENGINES, answer.engines, output, "no engine has introduced itself")
+    print_list(ENGINES, answer.engines, output, "no engine has introduced itself")
     if output in TABLES:
-        for line in _losses(answer):
+        for line in _trouble_lines(answer):
             print_line(line)
 
 
@@ -218,12 +233,12 @@ def _document(answer: "service_pb2.OverviewResponse") -> dict[str, Any]:
     return {"items": [plain_values(line) for line in answer.engines]}
 
 
-def _head(answer: "service_pb2.OverviewResponse") -> str:
+def _header_line(answer: "service_pb2.OverviewResponse") -> str:
     clock = time.strftime("%H:%M:%S")
     return f"controller {answer.version}  {clock}  engines: {len(answer.engines)}"
 
 
-def _losses(answer: "service_pb2.OverviewResponse") -> list[str]:
+def _trouble_lines(answer: "service_pb2.OverviewResponse") -> list[str]:
     return [
         f"{line.engine_id}: {trouble}"
         for line in answer.engines
@@ -254,12 +269,12 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
 
 
 _SIDECAR: "_View[service_pb2.OverviewResponse]" = _View(
-    _overview, ENGINES, _head, _losses, _print_engines, _document, foot_style="red"
+    _overview, ENGINES, _header_line, _trouble_lines, _print_engines, _document, footer_style="red"
 )
 
 
-def _text(words: str, style: str = "") -> "Text":
+def _safe_text(text: str, style: str = "") -> "Text":
     """Returns text without terminal control characters, since engines supply parts of it."""
     from rich.text import Text
 
-    return Text(printable(words), style)
+    return Text(to_printable(text), style)

@@ -25,7 +25,7 @@ from controller.util.sockets import is_loopback, reading_addresses
 # Connect directly, even if the environment names an HTTP proxy.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
 # Answers of the operators' socket after which the call is repeated on the engines' socket.
-_ELSEWHERE = frozenset(
+_FALLBACK_STATUSES = frozenset(
     {
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -53,8 +53,8 @@ class Credentials:
         """
         if address.startswith("unix:"):
             return cls()
-        authority, token = _read("CA"), _read_token()
-        certificate, key = _read("CLIENT_CERTIFICATE"), _read("CLIENT_KEY")
+        authority, token = _read_file("CA"), _read_token()
+        certificate, key = _read_file("CLIENT_CERTIFICATE"), _read_file("CLIENT_KEY")
         if (certificate is None) != (key is None):
             raise CredentialsError(
                 "CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY need each other, and one "
@@ -88,7 +88,7 @@ class Credentials:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
-def why_silent(address: str, details: str | None) -> str:
+def connection_failure_reason(address: str, details: str | None) -> str:
     """Names what to check if no sidecar answers.  details: gRPC's error text."""
     if "handshake failed" in (details or "").lower():
         return "the authority in CONTROLLER_CA has not issued this sidecar's certificate and name"
@@ -101,7 +101,7 @@ def why_silent(address: str, details: str | None) -> str:
 
 
 def _read_token() -> str:
-    token = (_read("TOKEN_FILE") or b"").decode("ascii", "replace").strip()
+    token = (_read_file("TOKEN_FILE") or b"").decode("ascii", "replace").strip()
     # Otherwise gRPC would raise a different error at the call.
     if not (token.isascii() and token.isprintable()):
         raise CredentialsError(
@@ -111,7 +111,7 @@ def _read_token() -> str:
     return token
 
 
-def _read(name: str) -> bytes | None:
+def _read_file(name: str) -> bytes | None:
     path = os.environ.get(f"CONTROLLER_{name}")
     try:
         return Path(path).read_bytes() if path else None
@@ -126,52 +126,59 @@ def reading_channel(
 
     address: of the sidecar.  A call that the operators' socket refuses is repeated at `address`.
     """
-    first, *others = [credentials.channel(found, *options) for found in reading_addresses(address)]
-    return _ReadingChannel(first, others[0]) if others else first
+    operators_channel, *fallback_channels = [
+        credentials.channel(reading_address, *options)
+        for reading_address in reading_addresses(address)
+    ]
+    return (
+        _ReadingChannel(operators_channel, fallback_channels[0])
+        if fallback_channels
+        else operators_channel
+    )
 
 
 class _ReadingChannel(grpc.Channel):
     """Calls `first`; repeats a refused call on `other`."""
 
-    def __init__(self, first: grpc.Channel, other: grpc.Channel) -> None:
-        self._first, self._other = first, other
+    def __init__(self, operators_channel: grpc.Channel, engines_channel: grpc.Channel) -> None:
+        self._operators_channel, self._engines_channel = operators_channel, engines_channel
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        first = self._first.unary_unary(*arguments, **options)
-        other = self._other.unary_unary(*arguments, **options)
+        operators_call = self._operators_channel.unary_unary(*arguments, **options)
+        engines_call = self._engines_channel.unary_unary(*arguments, **options)
 
         def call(request: Any, **of_call: Any) -> Any:
             try:
-                return first(request, **of_call)
+                return operators_call(request, **of_call)
             except grpc.RpcError as error:
                 if not _is_refused(error):
                     raise
-            return other(request, **of_call)
+            return engines_call(request, **of_call)
 
         return call
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        first = self._first.unary_stream(*arguments, **options)
-        other = self._other.unary_stream(*arguments, **options)
-        return lambda request, **of_call: _Answers(
-            lambda: first(request, **of_call), lambda: other(request, **of_call)
+        operators_call = self._operators_channel.unary_stream(*arguments, **options)
+        engines_call = self._engines_channel.unary_stream(*arguments, **options)
+        return lambda request, **of_call: _AnswerStream(
+            lambda: operators_call(request, **of_call), lambda: engines_call(request, **of_call)
         )
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return self._other.stream_unary(*arguments, **options)
+        return self._engines_channel.stream_unary(*arguments, **options)
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return self._other.stream_stream(*arguments, **options)
+        return self._engines_channel.stream_stream(*arguments, **options)
 
     def subscribe(self, callback: Any, try_to_connect: Any = False) -> None:
-        self._first.subscribe(callback, try_to_connect)
+        self._operators_channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        self._first.unsubscribe(callback)
+        self._operators_channel.unsubscribe(callback)
 
     def close(self) -> None:
-        self._first.close()
-        self._other.close()
+        self._operators_channel.close()
+        self._engines_channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -180,11 +187,13 @@ class _ReadingChannel(grpc.Channel):
         self.close()
 
 
-class _Answers:
+class _AnswerStream:
     """Iterates over the answers of a streaming call."""
 
-    def __init__(self, first: Callable[[], Any], other: Callable[[], Any]) -> None:
-        self._call, self._other = first(), other
+    def __init__(
+        self, start_first_call: Callable[[], Any], start_fallback_call: Callable[[], Any]
+    ) -> None:
+        self._call, self._start_fallback_call = start_first_call(), start_fallback_call
         self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -196,7 +205,7 @@ class _Answers:
         except grpc.RpcError as error:
             if self._has_begun or not _is_refused(error):
                 raise
-            self._call = self._other()
+            self._call = self._start_fallback_call()
             answer = next(self._call)
         self._has_begun = True
         return answer
@@ -211,7 +220,7 @@ def _is_refused(error: grpc.RpcError) -> bool:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         # A sidecar that is shutting down sends other details.
         return "failed to connect" in (error.details() or "")
-    return error.code() in _ELSEWHERE
+    return error.code() in _FALLBACK_STATUSES
 
 
 def user_name() -> str:

@@ -17,8 +17,8 @@ from typing import Any, Final, Self, TypeVar
 import grpc
 
 from controller.client.channels import Credentials, reading_channel, user_name
-from controller.client.errors import NotFoundError, UnsupportedError, error_of
-from controller.client.paging import Pages, every_page_of
+from controller.client.errors import NotFoundError, UnsupportedError, call_error
+from controller.client.paging import PageFollower, collect_request_pages
 from controller.util.sockets import operators_address, sidecar_address
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -116,11 +116,11 @@ class Client:
 
     def engines(self) -> list[service_pb2.EngineStatus]:
         """Returns the engines that the sidecar steers, with their plans, by id."""
-        return self._listed(self._inspection.ListEngines, service_pb2.ListEnginesRequest())
+        return self._list_all(self._inspection.ListEngines, service_pb2.ListEnginesRequest())
 
     def overview(self) -> list[service_pb2.EngineOverview]:
         """Returns what each engine runs now and what it gains by it, by id."""
-        return self._listed(self._inspection.Overview, service_pb2.OverviewRequest())
+        return self._list_all(self._inspection.Overview, service_pb2.OverviewRequest())
 
     def fleet(self, words: str = "") -> list[service_pb2.FleetEngine]:
         """Returns the engines of all sidecars that share the store.
@@ -130,7 +130,7 @@ class Client:
         Raises InvalidRequestError for an invalid filter.
         """
         request = service_pb2.ListFleetRequest(filter=words)
-        return self._listed(self._inspection.ListFleet, request)
+        return self._list_all(self._inspection.ListFleet, request)
 
     def explain(self, engine_id: str, batch_size: int = 0) -> service_pb2.ExplainResponse:
         """Explains the choice at a batch size; 0: the last reported one.
@@ -178,9 +178,9 @@ class Client:
             return self._call(self._policy.GetOverride, request).held
         except UnsupportedError:
             # An older sidecar without this call can list overrides.
-            for held in self.overrides():
-                if held.override.override_id == override_id:
-                    return held
+            for entry in self.overrides():
+                if entry.override.override_id == override_id:
+                    return entry
             missing = NotFoundError(
                 f"no override {override_id!r} is in force", resource=override_id
             )
@@ -190,7 +190,7 @@ class Client:
     def overrides(self) -> list[policy_pb2.HeldOverride]:
         """Returns the overrides in force, file-based policy among them, by id."""
         request = policy_pb2.ListOverridesRequest()
-        return self._listed(self._policy.ListOverrides, request, "overrides")
+        return self._list_all(self._policy.ListOverrides, request, "overrides")
 
     def clear_override(
         self, override_id: str, reason: str, *, etag: str = "", allow_missing: bool = False
@@ -227,14 +227,14 @@ class Client:
             finally:
                 call.cancel()
         except grpc.RpcError as error:
-            raise error_of(self.address, error) from error
+            raise call_error(self.address, error) from error
 
     def audit(self, override_id: str = "") -> Iterator[policy_pb2.AuditRecord]:
         """Yields the audit records, the newest first; only those of one override if it is named.
 
         Raises EndlessListError.
         """
-        token, pages = "", Pages(keeps=False)
+        token, pages = "", PageFollower(keeps=False)
         while True:
             request = policy_pb2.QueryAuditRequest(override_id=override_id, page_token=token)
             answer = self._call(self._policy.QueryAudit, request)
@@ -246,7 +246,7 @@ class Client:
     def profiles(self) -> list[service_pb2.ShelvedProfile]:
         """Returns the profiles in the sidecar's store, the newest measurements first."""
         request = service_pb2.ListProfilesRequest()
-        return self._listed(self._profiles.ListProfiles, request, "profiles")
+        return self._list_all(self._profiles.ListProfiles, request, "profiles")
 
     def get_profile(self, *, profile_id: str = "", engine_id: str = "") -> str:
         """Returns the JSON text of the profile with this id or identity, or of an engine.
@@ -282,9 +282,11 @@ class Client:
         )
         return self._call(self._profile_changes.InstallProfile, request)
 
-    def _listed(self, method: Callable[..., Any], request: Any, rows: str = "engines") -> list[Any]:
+    def _list_all(
+        self, method: Callable[..., Any], request: Any, rows: str = "engines"
+    ) -> list[Any]:
         """Returns the rows of all pages."""
-        answer = every_page_of(partial(self._call, method), request, rows)
+        answer = collect_request_pages(partial(self._call, method), request, rows)
         return list(getattr(answer, rows))
 
     def _call(self, method: Callable[..., Answer], request: Any) -> Answer:
@@ -293,4 +295,4 @@ class Client:
                 request, timeout=self.timeout_seconds, metadata=self._credentials.metadata()
             )
         except grpc.RpcError as error:
-            raise error_of(self.address, error) from error
+            raise call_error(self.address, error) from error

@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from controller.client.channels import why_silent
+from controller.client.channels import connection_failure_reason
 from controller.core.errors import SpeculationError
-from controller.util.sockets import why_denied
+from controller.util.sockets import permission_denied_reason
 
 _DOMAIN: Final = "speculation.v1"
 
@@ -108,7 +108,7 @@ _BY_STATUS: Final[dict[grpc.StatusCode, type[CallError]]] = {
 }
 
 
-def error_of(address: str, failed: grpc.RpcError) -> CallError:
+def call_error(address: str, failed: grpc.RpcError) -> CallError:
     """Makes the error of a failed call."""
     status: grpc.StatusCode = failed.code()
     parts = _details(failed)
@@ -120,7 +120,7 @@ def error_of(address: str, failed: grpc.RpcError) -> CallError:
         for violation in (parts["BadRequest"].field_violations if "BadRequest" in parts else ())
     )
     error = kind(
-        _text(address, failed),
+        _error_text(address, failed),
         field_path=violations[0].field if violations else "",
         resource=resource.resource_name if resource is not None else "",
         facts=info.metadata if info is not None else None,
@@ -130,32 +130,32 @@ def error_of(address: str, failed: grpc.RpcError) -> CallError:
     return error
 
 
-def _text(address: str, failed: grpc.RpcError) -> str:
+def _error_text(address: str, failed: grpc.RpcError) -> str:
     details: str = failed.details() or failed.code().name
     # Every sidecar names its errors, even an older one that sends no details.
     if failed.code() is not grpc.StatusCode.UNAVAILABLE or "speculation-error" in _metadata(failed):
         return details
-    if denied := why_denied(address):
-        return f"{address}: {denied}"
-    return f"no sidecar answers at {address}: {why_silent(address, details)}"
+    if denied_reason := permission_denied_reason(address):
+        return f"{address}: {denied_reason}"
+    return f"no sidecar answers at {address}: {connection_failure_reason(address, details)}"
 
 
 def _metadata(failed: grpc.RpcError) -> dict[str, Any]:
-    found: Any = failed.trailing_metadata() or ()
-    return dict(found)
+    entries: Any = failed.trailing_metadata() or ()
+    return dict(entries)
 
 
 def _details(failed: grpc.RpcError) -> dict[str, Any]:
     """Returns the details of a status by the names of their messages; unknown ones are left out."""
-    found: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     data = _metadata(failed).get("grpc-status-details-bin", b"")
     try:
         for packed in status_pb2.Status.FromString(data).details:
             kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2], None)
             part = None if kind is None else kind()
             if part is not None and packed.Unpack(part):
-                found[type(part).__name__] = part
+                details[type(part).__name__] = part
     except DecodeError:
         # Not from a sidecar: the status code has to do.
         return {}
-    return found
+    return details

@@ -17,7 +17,7 @@ class EndlessListError(SpeculationError):
     """A list that does not end, or that is larger than any sidecar's."""
 
 
-class Pages:
+class PageFollower:
     """Follows the pages of one list, and refuses a list that does not end.
 
     keeps: the caller keeps all pages in memory, so that the sum of their bytes is limited.
@@ -46,38 +46,42 @@ class Pages:
         return token
 
 
-def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
+def collect_pages(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
     """Returns the first page's answer, with the rows of all pages.
 
     call: takes a page token.  rows: name of the field that has them.  Raises EndlessListError.
     """
-    pages, answer = Pages(), call("")
+    pages, answer = PageFollower(), call("")
     token = pages.next_token(answer)
     while token:
-        more = call(token)
-        token = pages.next_token(more)
-        getattr(answer, rows).extend(getattr(more, rows))
+        next_page = call(token)
+        token = pages.next_token(next_page)
+        getattr(answer, rows).extend(getattr(next_page, rows))
     answer.next_page_token = ""
     return answer
 
 
-def every_page_of(call: Callable[[Any], Answer], request: Any, rows: str = "engines") -> Answer:
+def collect_request_pages(
+    call: Callable[[Any], Answer], request: Any, rows: str = "engines"
+) -> Answer:
     """Does the same for a call that takes a request; sets its page token for each page."""
 
     def page(token: str) -> Answer:
         request.page_token = token
         return call(request)
 
-    return every_page(page, rows)
+    return collect_pages(page, rows)
 
 
-async def every_page_aio(call: Callable[[str], Awaitable[Answer]], rows: str = "engines") -> Answer:
-    """Does the same as `every_page`, for asyncio."""
-    pages, answer = Pages(), await call("")
+async def collect_pages_async(
+    call: Callable[[str], Awaitable[Answer]], rows: str = "engines"
+) -> Answer:
+    """Does the same as `collect_pages`, for asyncio."""
+    pages, answer = PageFollower(), await call("")
     token = pages.next_token(answer)
     while token:
-        more = await call(token)
-        token = pages.next_token(more)
-        getattr(answer, rows).extend(getattr(more, rows))
+        next_page = await call(token)
+        token = pages.next_token(next_page)
+        getattr(answer, rows).extend(getattr(next_page, rows))
     answer.next_page_token = ""
     return answer

@@ -103,10 +103,13 @@ class DrafterSpec:
                 f"0..{MAX_GAMMA}",
                 field_path="gammas",
             )
-        limited = [gamma for gamma, _ in self.batch_limits]
-        if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
+        limited_gammas = [gamma for gamma, _ in self.batch_limits]
+        if len(set(limited_gammas)) < len(limited_gammas) or not set(limited_gammas) <= set(
+            self.gammas
+        ):
             raise InvalidEngineError(
-                f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; "
+                f"drafter {self.name!r}: batches are limited for draft lengths "
+                f"{limited_gammas[:16]}; "
                 f"each must be one of {list(self.gammas)} and appear once",
                 field_path="batch_limits",
             )
@@ -116,19 +119,19 @@ class DrafterSpec:
         return dict(self.batch_limits).get(gamma, MAX_BATCH_SIZE)
 
 
-def kept_together(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
+def drafters_in_sync(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
     """Returns for each drafter the drafters that need no catch-up after a step in which it drafts.
 
     A mixture keeps both of its drafters in step.  So does its main drafter alone: a lookup reads
     the tokens themselves, and a mixture has missed only what its main drafter has missed.
     """
-    found = {d.name: {d.name} for d in drafters}
+    in_sync = {d.name: {d.name} for d in drafters}
     mixtures = [(d.name, d.mixture) for d in drafters if d.mixture is not None]
     for name, mixture in mixtures:
-        found[mixture.main] |= {name, mixture.free}
+        in_sync[mixture.main] |= {name, mixture.free}
     for name, mixture in mixtures:
-        found[name] = found[mixture.main]
-    return found
+        in_sync[name] = in_sync[mixture.main]
+    return in_sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class LostCapability:
         return arm.gamma in self.gammas if self.gammas else arm.gamma > 0
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Short description of the lost capability."""
         if not self.drafter:
             return self.capability.value
@@ -233,8 +236,10 @@ class EngineSpec:
     lost: tuple[LostCapability, ...] = ()
 
     def __post_init__(self) -> None:
-        allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
-        if not 1 <= len(self.engine_id) <= 128 or not set(self.engine_id) <= allowed:
+        allowed_characters = set(
+            "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
+        )
+        if not 1 <= len(self.engine_id) <= 128 or not set(self.engine_id) <= allowed_characters:
             raise InvalidEngineError(
                 f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed",
                 field_path="engine_id",
@@ -254,10 +259,10 @@ class EngineSpec:
             raise InvalidEngineError(
                 f"{arms} draft lengths are listed, {MAX_ARMS} at most", field_path="drafters"
             )
-        graphs = self.fingerprint.graph_batch_sizes
-        if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
+        graph_sizes = self.fingerprint.graph_batch_sizes
+        if list(graph_sizes) != sorted(set(graph_sizes)) or (graph_sizes and graph_sizes[0] < 1):
             raise InvalidEngineError(
-                f"graph_batch_sizes {list(graphs)[:16]} are not ascending, unique and above 0",
+                f"graph_batch_sizes {list(graph_sizes)[:16]} are not ascending, unique and above 0",
                 field_path="fingerprint.graph_batch_sizes",
             )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
@@ -278,7 +283,7 @@ class EngineSpec:
                 f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}",
                 field_path="safe_gamma",
             )
-        require_known(self.lost, self)
+        require_introduced(self.lost, self)
 
     @property
     def learner(self) -> DrafterSpec:
@@ -288,10 +293,10 @@ class EngineSpec:
 
     def _check_learner(self) -> None:
         learner, weightless = self.capabilities.learner, {DrafterKind.NGRAM, DrafterKind.MIXTURE}
-        able = [drafter.name for drafter in self.drafters if drafter.kind not in weightless]
-        if learner and learner not in able:
+        trainable = [drafter.name for drafter in self.drafters if drafter.kind not in weightless]
+        if learner and learner not in trainable:
             raise InvalidEngineError(
-                f"learner {learner[:64]!r} is not one of the drafters with weights, {able}",
+                f"learner {learner[:64]!r} is not one of the drafters with weights, {trainable}",
                 field_path="capabilities.learner",
             )
 
@@ -306,25 +311,27 @@ class EngineSpec:
                 self._check_mixture(drafter, drafter.mixture)
 
     def _check_mixture(self, drafter: DrafterSpec, mixture: Mixture) -> None:
-        plain = {d.name: d for d in self.drafters if d.mixture is None}
-        named = (mixture.main, mixture.free)
-        if not set(named) <= plain.keys() or len(set(named)) < 2:
+        single_drafters = {d.name: d for d in self.drafters if d.mixture is None}
+        part_names = (mixture.main, mixture.free)
+        if not set(part_names) <= single_drafters.keys() or len(set(part_names)) < 2:
             raise InvalidEngineError(
-                f"mixture {drafter.name!r}: {list(named)} are not two of the drafters "
-                f"{list(plain)}",
+                f"mixture {drafter.name!r}: {list(part_names)} are not two of the drafters "
+                f"{list(single_drafters)}",
                 field_path="drafters",
             )
-        if plain[mixture.free].kind is not DrafterKind.NGRAM:
+        if single_drafters[mixture.free].kind is not DrafterKind.NGRAM:
             raise InvalidEngineError(
                 f"mixture {drafter.name!r}: its free drafter {mixture.free!r} is "
-                f"{plain[mixture.free].kind.value}, not {DrafterKind.NGRAM.value}",
+                f"{single_drafters[mixture.free].kind.value}, not {DrafterKind.NGRAM.value}",
                 field_path="drafters",
             )
-        lacking = {g for g in drafter.gammas if g} - set(plain[mixture.main].gammas)
-        if lacking:
+        missing_gammas = {g for g in drafter.gammas if g} - set(
+            single_drafters[mixture.main].gammas
+        )
+        if missing_gammas:
             raise InvalidEngineError(
                 f"mixture {drafter.name!r}: {mixture.main!r} has not prepared its draft lengths "
-                f"{sorted(lacking)}",
+                f"{sorted(missing_gammas)}",
                 field_path="drafters",
             )
 
@@ -335,16 +342,18 @@ class EngineSpec:
 
     def can_run(self, arm: Arm, batch_size: int) -> bool:
         """Returns whether the arm is prepared for a batch of this size and not lost."""
-        return self.is_prepared(arm, batch_size) and self.loss_of(arm) is None
+        return self.is_prepared(arm, batch_size) and self.lost_capability_of(arm) is None
 
-    def loss_of(self, arm: Arm) -> LostCapability | None:
+    def lost_capability_of(self, arm: Arm) -> LostCapability | None:
         """Returns the lost capability that disables this arm; None if the arm can run."""
-        return next((loss for loss in self.lost if loss.covers(arm)), None)
+        return next(
+            (lost_capability for lost_capability in self.lost if lost_capability.covers(arm)), None
+        )
 
     @property
-    def able(self) -> Capabilities:
+    def remaining_capabilities(self) -> Capabilities:
         """The capabilities that remain after all losses."""
-        return able(self.capabilities, self.lost)
+        return remaining_capabilities(self.capabilities, self.lost)
 
     def is_prepared(self, arm: Arm, batch_size: int) -> bool:
         """Returns whether the arm, one of `arms`, is prepared for a batch of this size."""
@@ -360,7 +369,7 @@ class EngineSpec:
             field_path="drafter",
         )
 
-    def require(self, arm: Arm) -> None:
+    def require_arm(self, arm: Arm) -> None:
         """Raises UnknownArmError unless the engine introduced this drafter with this gamma."""
         gammas = self.drafter(arm.drafter).gammas
         if arm.gamma not in gammas:
@@ -371,74 +380,87 @@ class EngineSpec:
             )
 
 
-def require_known(losses: Iterable[LostCapability], spec: EngineSpec) -> None:
+def require_introduced(lost_capabilities: Iterable[LostCapability], spec: EngineSpec) -> None:
     """Raises InvalidLossError for a drafter or a draft length that was not introduced."""
-    known = {drafter.name: drafter.gammas for drafter in spec.drafters}
-    for loss in losses:
-        if not loss.drafter:
+    gammas_by_drafter = {drafter.name: drafter.gammas for drafter in spec.drafters}
+    for lost_capability in lost_capabilities:
+        if not lost_capability.drafter:
             continue
-        if loss.drafter not in known:
+        if lost_capability.drafter not in gammas_by_drafter:
             raise InvalidLossError(
-                f"drafter {loss.drafter[:64]!r} is reported as lost: this engine introduced "
-                f"{sorted(known)}",
+                f"drafter {lost_capability.drafter[:64]!r} is reported as lost: this engine "
+                "introduced "
+                f"{sorted(gammas_by_drafter)}",
                 field_path="drafter",
             )
-        if unknown := set(loss.gammas) - set(known[loss.drafter]):
+        if unknown_gammas := set(lost_capability.gammas) - set(
+            gammas_by_drafter[lost_capability.drafter]
+        ):
             raise InvalidLossError(
-                f"draft lengths {sorted(unknown)[:16]} of drafter {loss.drafter!r} are reported as "
-                f"lost: this engine introduced {list(known[loss.drafter])}",
+                f"draft lengths {sorted(unknown_gammas)[:16]} of drafter "
+                f"{lost_capability.drafter!r} are reported as "
+                f"lost: this engine introduced {list(gammas_by_drafter[lost_capability.drafter])}",
                 field_path="gammas",
             )
 
 
-def added(spec: EngineSpec, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
+def newly_lost(
+    spec: EngineSpec, lost_capabilities: Iterable[LostCapability]
+) -> tuple[LostCapability, ...]:
     """Returns, in order, the losses that `spec.lost` does not cover yet; all must be known.
 
     An engine repeats its losses; the first report of each counts, with its reason and its time.
     """
-    kinds = {loss.capability for loss in spec.lost}
-    left = {drafter.name: set(drafter.gammas) for drafter in spec.drafters}
-    for loss in spec.lost:
-        _take(loss, left)
-    news = []
-    for loss in losses:
-        more = _take(loss, left) if loss.drafter else loss.capability not in kinds
-        if more:
-            kinds.add(loss.capability)
-            news.append(loss)
-    return tuple(news)
+    lost_kinds = {lost_capability.capability for lost_capability in spec.lost}
+    remaining_gammas = {drafter.name: set(drafter.gammas) for drafter in spec.drafters}
+    for lost_capability in spec.lost:
+        _remove_gammas(lost_capability, remaining_gammas)
+    additional = []
+    for lost_capability in lost_capabilities:
+        removes_something = (
+            _remove_gammas(lost_capability, remaining_gammas)
+            if lost_capability.drafter
+            else lost_capability.capability not in lost_kinds
+        )
+        if removes_something:
+            lost_kinds.add(lost_capability.capability)
+            additional.append(lost_capability)
+    return tuple(additional)
 
 
-def _take(loss: LostCapability, left: dict[str, set[int]]) -> bool:
+def _remove_gammas(lost_capability: LostCapability, remaining_gammas: dict[str, set[int]]) -> bool:
     """Removes the draft lengths of a loss; returns False if all were removed before."""
-    if not loss.drafter:
+    if not lost_capability.drafter:
         return False
-    gammas = left[loss.drafter]
-    taken = gammas & set(loss.gammas) if loss.gammas else gammas - {0}
-    gammas -= taken
-    return bool(taken)
+    gammas = remaining_gammas[lost_capability.drafter]
+    removed = gammas & set(lost_capability.gammas) if lost_capability.gammas else gammas - {0}
+    gammas -= removed
+    return bool(removed)
 
 
-def loss_of_all(spec: EngineSpec, arms: Iterable[Arm]) -> LostCapability | None:
+def lost_capability_of_all(spec: EngineSpec, arms: Iterable[Arm]) -> LostCapability | None:
     """Returns the first arm's loss if all arms are lost; None if one can run or none is given."""
-    losses = [spec.loss_of(arm) for arm in arms]
-    return losses[0] if losses and all(losses) else None
+    lost_capabilities = [spec.lost_capability_of(arm) for arm in arms]
+    return lost_capabilities[0] if lost_capabilities and all(lost_capabilities) else None
 
 
-def is_blind(spec: EngineSpec) -> bool:
+def has_stopped_reporting(spec: EngineSpec) -> bool:
     """Returns whether the engine has stopped reporting steps, so that probes show nothing."""
-    return any(loss.capability is Capability.REPORT for loss in spec.lost)
+    return any(lost_capability.capability is Capability.REPORT for lost_capability in spec.lost)
 
 
-def able(capabilities: Capabilities, lost: Iterable[LostCapability]) -> Capabilities:
+def remaining_capabilities(
+    capabilities: Capabilities, lost_capabilities: Iterable[LostCapability]
+) -> Capabilities:
     """Returns the capabilities that remain after the losses."""
-    kinds = {loss.capability for loss in lost}
+    lost_kinds = {lost_capability.capability for lost_capability in lost_capabilities}
     return replace(
         capabilities,
-        can_sleep=capabilities.can_sleep and Capability.SLEEP not in kinds,
-        can_update_online=capabilities.can_update_online and Capability.UPDATE_ONLINE not in kinds,
-        can_collect=capabilities.can_collect and Capability.COLLECT not in kinds,
+        can_sleep=capabilities.can_sleep and Capability.SLEEP not in lost_kinds,
+        can_update_online=capabilities.can_update_online
+        and Capability.UPDATE_ONLINE not in lost_kinds,
+        can_collect=capabilities.can_collect and Capability.COLLECT not in lost_kinds,
         can_take_versions=(
-            capabilities.can_take_versions and Capability.TAKE_VERSIONS not in kinds
+            capabilities.can_take_versions and Capability.TAKE_VERSIONS not in lost_kinds
         ),
     )

@@ -6,7 +6,7 @@ from typing import Final
 
 # Exceptions from decoding malformed JSON: invalid syntax, values of the wrong type, missing keys,
 # nesting that is too deep, numbers that are too large.
-MALFORMED: Final = (
+MALFORMED_JSON_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ class SpeculationError(Exception):
 
 
 @contextmanager
-def within(field: str) -> Iterator[None]:
+def error_field_prefix(field: str) -> Iterator[None]:
     """Prefixes the `field_path` of an error raised in the block with a field name."""
     try:
         yield

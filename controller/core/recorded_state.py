@@ -35,9 +35,9 @@ class RecordedClass:
     is_whole: bool
 
 
-RECORDED: Final[dict[str, RecordedClass]] = {}
+RECORDED_BY_NAME: Final[dict[str, RecordedClass]] = {}
 """Every declared class by its recorded name."""
-RECORDED_OF: Final[dict[type, RecordedClass]] = {}
+RECORDED_BY_CLASS: Final[dict[type, RecordedClass]] = {}
 """Every declared class by the class itself."""
 
 
@@ -48,26 +48,29 @@ def recorded(
 
     same: attributes with the same name in a recording, separated by spaces.  derived: attributes
     computed from these, also separated by spaces.  added: further attributes like `same`, which
-    recordings of earlier versions lack.  renamed: attributes by a recorded name that differs from
-    theirs.  If no attribute is listed, a dataclass is recorded with all its fields, and an
-    enumeration by its members' names.  A subclass adds to its parent's attributes.
+    recordings of earlier versions lack (by recorded name, if `renamed` has it, too).  renamed:
+    attributes by a recorded name that differs from theirs.  If no attribute is listed, a dataclass
+    is recorded with all its fields, and an enumeration by its members' names.  A subclass adds to
+    its parent's attributes.
     """
 
     def declare(kind: _Class) -> _Class:
-        held = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-        more = {name.lstrip("_"): name for name in added.split()}
-        fields = {name.lstrip("_"): name for name in same.split()} | renamed | more
+        dataclass_fields = (
+            [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        )
+        added_fields = {name.lstrip("_"): name for name in added.split()}
+        fields = {name.lstrip("_"): name for name in same.split()} | added_fields | renamed
         if not fields:
-            fields = {field.lstrip("_"): field for field in held}
-        follow, late = tuple(derived.split()), frozenset(more)
-        inherited = RECORDED_OF.get(kind.__mro__[1])
+            fields = {field.lstrip("_"): field for field in dataclass_fields}
+        derived_attributes, added_names = tuple(derived.split()), frozenset(added_fields)
+        inherited = RECORDED_BY_CLASS.get(kind.__mro__[1])
         if inherited is not None:
             fields = {**inherited.fields, **fields}
-            follow = (*inherited.derived, *follow)
-            late |= inherited.added
-        is_whole = bool(held) and set(held) == set(fields.values())
-        RECORDED[name] = RECORDED_OF[kind] = RecordedClass(
-            name, kind, fields, follow, late, is_whole
+            derived_attributes = (*inherited.derived, *derived_attributes)
+            added_names |= inherited.added
+        is_whole = bool(dataclass_fields) and set(dataclass_fields) == set(fields.values())
+        RECORDED_BY_NAME[name] = RECORDED_BY_CLASS[kind] = RecordedClass(
+            name, kind, fields, derived_attributes, added_names, is_whole
         )
         return kind
 

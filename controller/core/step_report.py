@@ -35,14 +35,14 @@ class StepFlags:
     mixed_choice: bool = False
 
     @property
-    def distorts_shape(self) -> bool:
+    def has_distorted_duration(self) -> bool:
         """Whether the step took longer or shorter than other steps of its shape."""
         return self.after_gap or self.eager_fallback or self.first_use or self.mixed_choice
 
     @property
-    def distorts_cost(self) -> bool:
+    def is_unusable_for_cost(self) -> bool:
         """Whether the duration differs from that of a plain step with nothing running beside it."""
-        return self.distorts_shape or self.updating
+        return self.has_distorted_duration or self.updating
 
 
 NO_FLAGS = StepFlags()
@@ -90,7 +90,7 @@ class ProposalCounts:
     censored_counts: tuple[int, ...] = ()
 
     @property
-    def rows(self) -> int:
+    def row_count(self) -> int:
         """Number of rows."""
         return sum(self.accepted_counts) + sum(self.censored_counts)
 
@@ -140,36 +140,36 @@ class StepReport:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
-            raise self._wrong(
+            raise self._error(
                 "batch_size", f"batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}"
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
-            raise self._wrong("gamma", f"gamma {self.gamma} is outside 0..{MAX_GAMMA}")
+            raise self._error("gamma", f"gamma {self.gamma} is outside 0..{MAX_GAMMA}")
         if len(self.accepted_counts) != self.gamma + 1:
-            raise self._wrong(
+            raise self._error(
                 "accepted_counts",
                 f"accepted_counts has {len(self.accepted_counts)} entries, gamma {self.gamma} "
                 f"needs {self.gamma + 1}",
             )
         if min(self.accepted_counts) < 0 or sum(self.accepted_counts) != self.batch_size:
-            raise self._wrong(
+            raise self._error(
                 "accepted_counts",
                 f"accepted_counts {list(self.accepted_counts)} do not sum to batch_size "
                 f"{self.batch_size}",
             )
         if not MIN_STEP_SECONDS <= self.step_seconds <= MAX_STEP_SECONDS:
-            raise self._wrong(
+            raise self._error(
                 "step_seconds",
                 f"step_seconds {self.step_seconds} is not a positive time "
                 f"of {MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
             )
         if self.kv_tokens < 0:
-            raise self._wrong("kv_tokens", f"kv_tokens {self.kv_tokens} is negative")
-        updated = self.update_seconds
-        if updated and not MIN_STEP_SECONDS <= updated <= MAX_STEP_SECONDS:
-            raise self._wrong(
+            raise self._error("kv_tokens", f"kv_tokens {self.kv_tokens} is negative")
+        update_seconds = self.update_seconds
+        if update_seconds and not MIN_STEP_SECONDS <= update_seconds <= MAX_STEP_SECONDS:
+            raise self._error(
                 "update_seconds",
-                f"update_seconds {updated} is neither 0 nor a time of "
+                f"update_seconds {update_seconds} is neither 0 nor a time of "
                 f"{MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
             )
         if self.classes:
@@ -180,64 +180,73 @@ class StepReport:
             self._check_rows()
         self._check_answers()
 
-    def _wrong(self, field_path: str, text: str) -> InvalidReportError:
-        return InvalidReportError(f"step {self.step}: {text}", field_path=field_path)
+    def _error(self, field_path: str, message: str) -> InvalidReportError:
+        return InvalidReportError(f"step {self.step}: {message}", field_path=field_path)
 
     def _check_answers(self) -> None:
-        delivered = self.delivered_tokens
-        if delivered and delivered > self.batch_size * (self.gamma + 1):
-            raise self._wrong(
+        delivered_tokens = self.delivered_tokens
+        if delivered_tokens and delivered_tokens > self.batch_size * (self.gamma + 1):
+            raise self._error(
                 "delivered_tokens",
-                f"delivered_tokens {delivered} are more than {self.batch_size} sequences get at "
+                f"delivered_tokens {delivered_tokens} are more than {self.batch_size} sequences "
+                "get at "
                 f"gamma {self.gamma}",
             )
-        waiting = self.waiting_prompt_tokens
-        if waiting and waiting > MAX_WAITING_TOKENS:
-            raise self._wrong(
+        waiting_tokens = self.waiting_prompt_tokens
+        if waiting_tokens and waiting_tokens > MAX_WAITING_TOKENS:
+            raise self._error(
                 "waiting_prompt_tokens",
-                f"waiting_prompt_tokens {waiting}, at most {MAX_WAITING_TOKENS} are possible",
+                f"waiting_prompt_tokens {waiting_tokens}, at most {MAX_WAITING_TOKENS} are "
+                "possible",
             )
 
     def _check_classes(self) -> None:
         labels = [part.label for part in self.classes]
         if len(labels) > MAX_REPORT_CLASSES or len(set(labels)) != len(labels):
-            raise self._wrong(
+            raise self._error(
                 "classes",
                 f"{len(labels)} classes, unique ones and at most {MAX_REPORT_CLASSES} are needed",
             )
-        left, cut = list(self.accepted_counts), 0
+        unassigned_counts, censored_total = list(self.accepted_counts), 0
         for part in self.classes:
             if not (1 <= len(part.label) <= MAX_LABEL_CHARACTERS and part.label.isprintable()):
-                raise self._wrong(
+                raise self._error(
                     "classes",
                     f"class {part.label[:80]!r}: 1 to {MAX_LABEL_CHARACTERS} printable characters "
                     "are needed",
                 )
             counts, censored = part.accepted_counts, part.censored_counts
-            fits = len(counts) == len(left) and len(censored) in {0, self.gamma}
-            if not fits or min(counts + censored) < 0 or not any(counts + censored):
-                raise self._wrong(
+            has_valid_widths = len(counts) == len(unassigned_counts) and len(censored) in {
+                0,
+                self.gamma,
+            }
+            if not has_valid_widths or min(counts + censored) < 0 or not any(counts + censored):
+                raise self._error(
                     "classes",
                     f"class {part.label!r}: accepted_counts {list(counts)[:80]} "
-                    f"and censored_counts {list(censored)[:80]} are not {len(left)} counts, and "
+                    f"and censored_counts {list(censored)[:80]} are not {len(unassigned_counts)} "
+                    "counts, and "
                     f"{self.gamma} or none, of at least one sequence",
                 )
-            left = [all_ - mine for all_, mine in zip(left, counts, strict=True)]
-            cut += sum(censored)
-        if min(left) < 0 or sum(left) < cut:
-            raise self._wrong("classes", "its classes count more sequences than the step has")
+            unassigned_counts = [
+                remaining_count - class_count
+                for remaining_count, class_count in zip(unassigned_counts, counts, strict=True)
+            ]
+            censored_total += sum(censored)
+        if min(unassigned_counts) < 0 or sum(unassigned_counts) < censored_total:
+            raise self._error("classes", "its classes count more sequences than the step has")
 
     def _check_confidences(self) -> None:
-        good = all(math.isfinite(p) and 0 <= p <= 1 for p in self.confidences)
-        if len(self.confidences) != self.gamma or not good:
-            raise self._wrong(
+        are_probabilities = all(math.isfinite(p) and 0 <= p <= 1 for p in self.confidences)
+        if len(self.confidences) != self.gamma or not are_probabilities:
+            raise self._error(
                 "confidences",
                 f"confidences {list(self.confidences)[:80]} are not {self.gamma} probabilities",
             )
 
     def _check_rows(self) -> None:
         if not 0 <= self.prefill_tokens <= MAX_PREFILL_TOKENS:
-            raise self._wrong(
+            raise self._error(
                 "prefill_tokens",
                 f"prefill_tokens {self.prefill_tokens} is outside 0..{MAX_PREFILL_TOKENS}",
             )
@@ -248,14 +257,14 @@ class StepReport:
 
     def _check_groups(self) -> None:
         if len(self.groups) > MAX_GROUPS:
-            raise self._wrong("groups", f"{len(self.groups)} groups of rows, {MAX_GROUPS} at most")
+            raise self._error("groups", f"{len(self.groups)} groups of rows, {MAX_GROUPS} at most")
         total = [0] * (self.gamma + 1)
         for group in self.groups:
             counts = group.accepted_counts
-            fits = len(counts) == group.gamma + 1 and group.gamma <= self.gamma
-            is_nobodys = group.ended or not group.drafter
-            if not fits or min(counts) < 0 or (group.gamma and is_nobodys):
-                raise self._wrong(
+            has_valid_width = len(counts) == group.gamma + 1 and group.gamma <= self.gamma
+            is_undrafted = group.ended or not group.drafter
+            if not has_valid_width or min(counts) < 0 or (group.gamma and is_undrafted):
+                raise self._error(
                     "groups",
                     f"a group of gamma {group.gamma} with counts "
                     f"{list(counts)[:80]} in a step of gamma {self.gamma}",
@@ -263,34 +272,37 @@ class StepReport:
             for k, count in enumerate(counts):
                 total[k] += count
         if tuple(total) != tuple(self.accepted_counts):
-            raise self._wrong(
+            raise self._error(
                 "groups",
                 f"its groups accepted {total}, accepted_counts are {list(self.accepted_counts)}",
             )
 
     def _check_proposals(self) -> None:
         if len(self.proposals) > MAX_PROPOSALS:
-            raise self._wrong(
+            raise self._error(
                 "proposals", f"{len(self.proposals)} entries of proposals, {MAX_PROPOSALS} at most"
             )
         keys = {(part.drafter, part.match_length) for part in self.proposals}
         if len(keys) < len(self.proposals):
-            raise self._wrong(
+            raise self._error(
                 "proposals", "a drafter's proposals of one match length are counted twice"
             )
         rows: dict[str, int] = {}
         for part in self.proposals:
             exact, censored = part.accepted_counts, part.censored_counts
-            fits = 2 <= len(exact) <= MAX_GAMMA + 1 and len(censored) in {0, len(exact) - 1}
-            if not fits or min(exact) < 0 or min(censored, default=0) < 0:
-                raise self._wrong(
+            has_valid_widths = 2 <= len(exact) <= MAX_GAMMA + 1 and len(censored) in {
+                0,
+                len(exact) - 1,
+            }
+            if not has_valid_widths or min(exact) < 0 or min(censored, default=0) < 0:
+                raise self._error(
                     "proposals",
                     f"proposals of {part.drafter[:64]!r}: counts "
                     f"{list(exact)[:80]} and censored {list(censored)[:80]} are not of one width",
                 )
-            rows[part.drafter] = rows.get(part.drafter, 0) + part.rows
+            rows[part.drafter] = rows.get(part.drafter, 0) + part.row_count
             if rows[part.drafter] > self.batch_size:
-                raise self._wrong(
+                raise self._error(
                     "proposals",
                     f"{rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
                     f"a batch of {self.batch_size}",
@@ -303,25 +315,25 @@ class StepReport:
         return rows / self.batch_size
 
     @property
-    def drafted(self) -> tuple[Sequence[int], Sequence[int]]:
+    def drafted_counts(self) -> tuple[Sequence[int], Sequence[int]]:
         """Returns accepted and censored counts of the rows that had drafts.
 
         If the report has proposals of the running drafter, the counts are theirs.  Otherwise a
         group narrower than `gamma` is censored beyond its own width.
         """
         if self.gamma and any(part.drafter == self.drafter for part in self.proposals):
-            own, cut = self.shown[self.drafter]
-            return own, cut if any(cut) else ()
+            own_accepted, own_censored = self.proposal_counts_by_drafter[self.drafter]
+            return own_accepted, own_censored if any(own_censored) else ()
         if not self.groups or self.gamma == 0:
             return self.accepted_counts, ()
-        exact, censored = [0] * (self.gamma + 1), [0] * self.gamma
+        accepted, censored = [0] * (self.gamma + 1), [0] * self.gamma
         for group in self.groups:
             if group.gamma == self.gamma:
-                _add(exact, group.accepted_counts, 0)
+                _add_counts(accepted, group.accepted_counts, 0)
             elif group.gamma:
-                _add(exact, group.accepted_counts[:-1], 0)
+                _add_counts(accepted, group.accepted_counts[:-1], 0)
                 censored[group.gamma] += group.accepted_counts[-1]
-        return exact, censored if any(censored) else ()
+        return accepted, censored if any(censored) else ()
 
     @property
     def ended_rows(self) -> int:
@@ -339,15 +351,15 @@ class StepReport:
         return self.decoded_rows + sum([k * n for k, n in enumerate(self.accepted_counts)])
 
     @property
-    def shown(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+    def proposal_counts_by_drafter(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
         """Returns by drafter its accepted and censored counts, over all match lengths."""
-        found: dict[str, tuple[list[int], list[int]]] = {}
+        counts_by_drafter: dict[str, tuple[list[int], list[int]]] = {}
         for part in self.proposals:
             width = len(part.accepted_counts)
-            exact, censored = found.setdefault(part.drafter, ([], []))
-            _add(exact, part.accepted_counts, width)
-            _add(censored, part.censored_counts, width - 1)
-        return dict(found)
+            accepted, censored = counts_by_drafter.setdefault(part.drafter, ([], []))
+            _add_counts(accepted, part.accepted_counts, width)
+            _add_counts(censored, part.censored_counts, width - 1)
+        return dict(counts_by_drafter)
 
     @property
     def arm(self) -> Arm:
@@ -355,8 +367,8 @@ class StepReport:
         return Arm(self.drafter, self.gamma)
 
 
-def _add(total: list[int], counts: Sequence[int], length: int) -> None:
-    """Adds counts to a total, after extending the total to at least `length` entries."""
-    total.extend([0] * (length - len(total)))
+def _add_counts(total: list[int], counts: Sequence[int], min_length: int) -> None:
+    """Adds counts to a total, after extending the total to at least `min_length` entries."""
+    total.extend([0] * (min_length - len(total)))
     for k, count in enumerate(counts):
         total[k] += count

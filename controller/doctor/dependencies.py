@@ -33,26 +33,26 @@ async def check_engine_http(
     introduced: kinds of the engines that the sidecar knows ("vllm"); None if it did not answer.
     vLLM's API cannot report the plugin's state.
     """
-    another = "start the engine, or name its address with --engine-url"
+    fix = "start the engine, or name its address with --engine-url"
     try:
         engine = EngineHttp(url, api_key)
         status, _ = await engine.call("GET", "/health", seconds=_ANSWER_SECONDS)
         if status != 200:
             return [fail("engine HTTP", f"{url}/health answers {status}", "read the engine's log")]
         if await engine.kind() is VLLM:
-            return [ok("engine HTTP", f"{url} answers (vLLM)"), *_vllm_plugin(introduced)]
-        status, said = await engine.call("GET", "/server_info", seconds=_ANSWER_SECONDS)
+            return [ok("engine HTTP", f"{url} answers (vLLM)"), *_check_vllm_plugin(introduced)]
+        status, info = await engine.call("GET", "/server_info", seconds=_ANSWER_SECONDS)
     except ProfilingError as error:
-        return [fail("engine HTTP", str(error), another)]
-    found = [ok("engine HTTP", f"{url} answers")]
+        return [fail("engine HTTP", str(error), fix)]
+    findings = [ok("engine HTTP", f"{url} answers")]
     if status in {401, 403}:
-        found.append(warn("plugin", f"{url}/server_info answers {status}", "set --api-key"))
-    elif status == 200 and isinstance(said, dict):
-        found.append(_plugin(said))
-    return found
+        findings.append(warn("plugin", f"{url}/server_info answers {status}", "set --api-key"))
+    elif status == 200 and isinstance(info, dict):
+        findings.append(_check_plugin(info))
+    return findings
 
 
-def _vllm_plugin(introduced: Collection[str] | None) -> Iterator[Finding]:
+def _check_vllm_plugin(introduced: Collection[str] | None) -> Iterator[Finding]:
     if introduced is None:
         return
     if "vllm" in introduced:
@@ -67,8 +67,8 @@ def _vllm_plugin(introduced: Collection[str] | None) -> Iterator[Finding]:
     )
 
 
-def _plugin(said: dict[str, Any]) -> Finding:
-    states = said.get("internal_states")
+def _check_plugin(info: dict[str, Any]) -> Finding:
+    states = info.get("internal_states")
     status = next(
         (
             state[_PLUGIN]
@@ -105,7 +105,7 @@ async def check_redis(settings: Settings) -> Finding:
     """Checks that Redis answers, and its clock.  The settings must have a redis_url."""
     from controller.store import redis_client  # noqa: PLC0415  # only if redis_url is set
     from controller.store.redis_client import RedisUrlError  # noqa: PLC0415  # same
-    from controller.store.redis_errors import REDIS_ERRORS, explained  # noqa: PLC0415  # same
+    from controller.store.redis_errors import REDIS_ERRORS, explain_error  # noqa: PLC0415  # same
 
     assert settings.redis_url is not None
     url = settings.redis_url.get_secret_value()
@@ -114,28 +114,33 @@ async def check_redis(settings: Settings) -> Finding:
     except RedisUrlError as error:
         return fail("redis", str(error), "correct redis_url, or the other redis_ settings")
     try:
-        asked = time.time()
+        asked_at = time.time()
         async with asyncio.timeout(_ANSWER_SECONDS):
-            said = await client.time()
-        answered = time.time()
+            reply = await client.time()
+        answered_at = time.time()
     except Exception as error:  # noqa: BLE001  # the three kinds of clients raise different errors
-        reason, fix = explained(error)
+        reason, fix = explain_error(error)
         remark = "active overrides stay in force"
         return fail("redis", redact(reason, url), f"{fix}; {remark}" if fix else remark)
     finally:
         with contextlib.suppress(*REDIS_ERRORS, OSError):
             await redis_client.close(client)
-    seconds, micros = next(iter(said.values())) if isinstance(said, dict) else said
-    there = seconds + micros * 1e-6
+    seconds, micros = next(iter(reply.values())) if isinstance(reply, dict) else reply
+    redis_seconds = seconds + micros * 1e-6
     # Adding 0.0 turns -0.0 into 0.0.
-    apart = round(min(there - asked, 0.0) or max(there - answered, 0.0), 1) + 0.0
-    if abs(apart) > _CLOCK_SECONDS:
+    offset_seconds = (
+        round(min(redis_seconds - asked_at, 0.0) or max(redis_seconds - answered_at, 0.0), 1) + 0.0
+    )
+    if abs(offset_seconds) > _CLOCK_SECONDS:
         return warn(
             "redis",
-            f"its clock is {apart:+.1f} s from this machine's clock",
+            f"its clock is {offset_seconds:+.1f} s from this machine's clock",
             "synchronize both by NTP: times in the audit are inconsistent (overrides end on time)",
         )
-    return ok("redis", f"answers in {(answered - asked) * 1e3:.0f} ms, clock {apart:+.1f} s")
+    return ok(
+        "redis",
+        f"answers in {(answered_at - asked_at) * 1e3:.0f} ms, clock {offset_seconds:+.1f} s",
+    )
 
 
 async def check_health_port(listener: Listener) -> Finding:

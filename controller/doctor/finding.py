@@ -16,25 +16,25 @@ class Level(Enum):
 class Finding:
     """Result of one check.
 
-    found: the state.  fix: what to do, in one line; "" if the level is OK.
+    state: the state.  fix: what to do, in one line; "" if the level is OK.
     """
 
     check: str
     level: Level
-    found: str
+    state: str
     fix: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, state: str) -> Finding:
     """Returns a finding that needs no action."""
-    return Finding(check, Level.OK, found)
+    return Finding(check, Level.OK, state)
 
 
-def warn(check: str, found: str, fix: str) -> Finding:
+def warn(check: str, state: str, fix: str) -> Finding:
     """Returns a finding that the operator should look at."""
-    return Finding(check, Level.WARN, found, fix)
+    return Finding(check, Level.WARN, state, fix)
 
 
-def fail(check: str, found: str, fix: str) -> Finding:
+def fail(check: str, state: str, fix: str) -> Finding:
     """Returns a finding that must be fixed."""
-    return Finding(check, Level.FAIL, found, fix)
+    return Finding(check, Level.FAIL, state, fix)

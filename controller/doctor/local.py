@@ -18,31 +18,33 @@ _DISK_WARN_BYTES = 256 * 1024 * 1024
 def check_socket(path: Path) -> Finding:
     """Checks that the socket exists and that a sidecar accepts connections on it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except PermissionError:
-        return fail("socket", f"{path}: uid {os.getuid()} may not look into its directory", _WHO)
+        return fail(
+            "socket", f"{path}: uid {os.getuid()} may not look into its directory", _RUN_AS_FIX
+        )
     except OSError:
-        return _missing(path)
-    if not stat.S_ISSOCK(found.st_mode):
+        return _missing_socket(path)
+    if not stat.S_ISSOCK(status.st_mode):
         return fail("socket", f"{path} is not a socket", "remove it, and start the sidecar again")
-    owner = f"mode {stat.S_IMODE(found.st_mode):o}, uid {found.st_uid}, gid {found.st_gid}"
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.settimeout(_CONNECT_SECONDS)
+    owner = f"mode {stat.S_IMODE(status.st_mode):o}, uid {status.st_uid}, gid {status.st_gid}"
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
         try:
-            caller.connect(str(path))
+            connection.connect(str(path))
         except OSError as error:
-            return _unreachable(path, owner, error)
-    if found.st_mode & stat.S_IWOTH:
+            return _unreachable_socket(path, owner, error)
+    if status.st_mode & stat.S_IWOTH:
         return warn(
             "socket", f"{path}: {owner}: anyone may steer the engine", "chmod 660, or restart it"
         )
     return ok("socket", f"{path}: {owner}, answers")
 
 
-_WHO = "run as the sidecar's user, or in its group (fsGroup in a pod)"
+_RUN_AS_FIX = "run as the sidecar's user, or in its group (fsGroup in a pod)"
 
 
-def _missing(path: Path) -> Finding:
+def _missing_socket(path: Path) -> Finding:
     if not path.parent.is_dir():
         return fail(
             "socket",
@@ -56,9 +58,9 @@ def _missing(path: Path) -> Finding:
     )
 
 
-def _unreachable(path: Path, owner: str, error: OSError) -> Finding:
+def _unreachable_socket(path: Path, owner: str, error: OSError) -> Finding:
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return fail("socket", f"{path}: {owner}: uid {os.getuid()} may not open it", _WHO)
+        return fail("socket", f"{path}: {owner}: uid {os.getuid()} may not open it", _RUN_AS_FIX)
     if error.errno == errno.ECONNREFUSED:
         return fail(
             "socket",
@@ -77,7 +79,7 @@ def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
     if not directory.is_dir():
         if has_redis and os.access(directory.parent, os.W_OK, effective_ids=True):
             message = f"{directory} will be created with the first override in Redis"
-            return [ok("state directory", message), _disk(directory.parent)]
+            return [ok("state directory", message), _check_disk(directory.parent)]
         return [
             fail(
                 "state directory",
@@ -90,18 +92,18 @@ def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
             file.write(b"doctor")
             file.flush()
     except OSError as error:
-        fix = "free disk space there" if error.errno == errno.ENOSPC else _WRITABLE
+        fix = "free disk space there" if error.errno == errno.ENOSPC else _WRITABLE_FIX
         return [fail("state directory", f"{directory} cannot be written: {error.strerror}", fix)]
-    return [ok("state directory", f"{directory} can be written"), _disk(directory)]
+    return [ok("state directory", f"{directory} can be written"), _check_disk(directory)]
 
 
-_WRITABLE = "mount it writable, for the sidecar's user, or name another with state_directory"
+_WRITABLE_FIX = "mount it writable, for the sidecar's user, or name another with state_directory"
 
 
-def _disk(directory: Path) -> Finding:
+def _check_disk(directory: Path) -> Finding:
     free = shutil.disk_usage(directory).free
-    said = f"{free / 1024**2:.0f} MiB free at {directory}"
+    state = f"{free / 1024**2:.0f} MiB free at {directory}"
     fix = "free disk space: overrides, audit and training states are written there"
     if free < _DISK_FAIL_BYTES:
-        return fail("disk", said, fix)
-    return warn("disk", said, fix) if free < _DISK_WARN_BYTES else ok("disk", said)
+        return fail("disk", state, fix)
+    return warn("disk", state, fix) if free < _DISK_WARN_BYTES else ok("disk", state)

@@ -30,7 +30,7 @@ _AGENT = "engine_shim.link.agent"
 # The command line or the title of an engine has one of these in a word.
 _ENGINES = ("sglang", "vllm", "VLLM")
 # Words of a command line that a finding shows.
-_WORDS = 4
+_ARGUMENTS_SHOWN = 4
 # From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h.
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -62,17 +62,19 @@ def check_processes(address: str, proc: Path = Path("/proc")) -> Iterator[Findin
 
     address: the sidecar's, as an engine names it.  proc: the kernel's file system of processes.
     """
-    found = _processes(address, proc)
+    processes = _list_processes(address, proc)
     trees: dict[int, list[_Process]] = {}
-    for pid, process in found.items():
-        root = _root(pid, found)
+    for pid, process in processes.items():
+        root = _tree_root(pid, processes)
         if root is not None:
             trees.setdefault(root, []).append(process)
     for root, tree in sorted(trees.items()):
-        words = [word for process in tree for word in process.command]
-        if _AGENT in words or not any(engine in word for word in words for engine in _ENGINES):
+        arguments = [argument for process in tree for argument in process.command]
+        if _AGENT in arguments or not any(
+            engine in argument for argument in arguments for engine in _ENGINES
+        ):
             continue
-        command = " ".join(found[root].command[:_WORDS])
+        command = " ".join(processes[root].command[:_ARGUMENTS_SHOWN])
         yield warn(
             f"process {root}",
             f"{command}: names the sidecar but has no agent: it is still starting, or it runs "
@@ -83,9 +85,9 @@ def check_processes(address: str, proc: Path = Path("/proc")) -> Iterator[Findin
         )
 
 
-def _processes(address: str, proc: Path) -> dict[int, _Process]:
-    wanted = f"{_VARIABLE}={address}".encode()
-    found: dict[int, _Process] = {}
+def _list_processes(address: str, proc: Path) -> dict[int, _Process]:
+    assignment = f"{_VARIABLE}={address}".encode()
+    processes: dict[int, _Process] = {}
     for folder in proc.iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
@@ -96,27 +98,29 @@ def _processes(address: str, proc: Path) -> dict[int, _Process]:
             parent = int(state.split()[1])
         except (OSError, IndexError, ValueError):
             continue  # the process has ended
-        words = tuple(command.rstrip("\0").split("\0"))
-        found[int(folder.name)] = _Process(parent, words, _has(wanted, folder / "environ"))
-    return found
+        arguments = tuple(command.rstrip("\0").split("\0"))
+        processes[int(folder.name)] = _Process(
+            parent, arguments, _has_variable(assignment, folder / "environ")
+        )
+    return processes
 
 
-def _has(variable: bytes, environment: Path) -> bool:
+def _has_variable(variable: bytes, environment: Path) -> bool:
     try:
         return variable in environment.read_bytes().split(b"\0")
     except OSError:
         return False  # of another user, or not readable
 
 
-def _root(pid: int, found: dict[int, _Process]) -> int | None:
+def _tree_root(pid: int, processes: dict[int, _Process]) -> int | None:
     """Returns the topmost of a process and its ancestors that names the sidecar, if any does."""
     root = None
-    seen: set[int] = set()
-    while pid in found and pid not in seen:  # reused process ids may form a cycle
-        seen.add(pid)
-        if found[pid].names_sidecar:
+    visited: set[int] = set()
+    while pid in processes and pid not in visited:  # reused process ids may form a cycle
+        visited.add(pid)
+        if processes[pid].names_sidecar:
             root = pid
-        pid = found[pid].parent
+        pid = processes[pid].parent
     return root
 
 
@@ -141,23 +145,26 @@ def check_callers(engines: Path, proc: Path = Path("/proc")) -> Iterator[Finding
     """
     operators = Path(os.path.realpath(operators_path(engines)))
     try:
-        file, owner = engines.stat().st_ino, operators.stat().st_uid
+        engines_inode, owner = engines.stat().st_ino, operators.stat().st_uid
         if operators.parent != Path(os.path.realpath(engines.parent)):
             yield ok("operators", f"{operators}: outside the directory that engines share")
             return
         sockets = _unix_sockets()
     except OSError:
         return
-    callers = {it.peer for it in sockets.values() if it.file == file} & sockets.keys()
-    elsewhere = callers - _inodes(proc)
+    callers = {
+        unix_socket.peer for unix_socket in sockets.values() if unix_socket.file == engines_inode
+    } & sockets.keys()
+    elsewhere = callers - _socket_inodes(proc)
     users = sorted({sockets[inode].uid for inode in elsewhere} & {_ROOT_USER, owner})
     if not users:
         yield ok("operators", f"{operators}: no process of another container can open it")
         return
-    named = " and ".join("root" if uid == _ROOT_USER else f"uid {uid}" for uid in users)
+    user_names = " and ".join("root" if uid == _ROOT_USER else f"uid {uid}" for uid in users)
     yield warn(
         "operators",
-        f"a process of {named} in another container is connected to {engines}: it can also open "
+        f"a process of {user_names} in another container is connected to {engines}: it can also "
+        "open "
         f"{operators} in the same directory, and act as an operator",
         "set operators_directory to a directory that the engine does not mount, or run the engine "
         "as another user",
@@ -166,7 +173,7 @@ def check_callers(engines: Path, proc: Path = Path("/proc")) -> Iterator[Finding
 
 def _unix_sockets() -> Mapping[int, _Socket]:
     """Returns every unix socket of this network namespace, by inode.  Raises OSError."""
-    found: dict[int, _Socket] = {}
+    sockets: dict[int, _Socket] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.settimeout(_ANSWER_SECONDS)
         show = _SHOW_VFS | _SHOW_PEER | _SHOW_UID
@@ -175,18 +182,18 @@ def _unix_sockets() -> Mapping[int, _Socket]:
         kernel.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0) + request)
         while True:
             answer = kernel.recv(_READ_BYTES)
-            for kind, body in _parts(answer, _HEADER):
+            for kind, body in _netlink_parts(answer, _HEADER):
                 if kind == _NLMSG_DONE:
-                    return found
+                    return sockets
                 if kind == _NLMSG_ERROR:
                     raise OSError("the kernel does not list unix sockets")
                 inode = _MESSAGE.unpack_from(body)[4]
                 values = {
                     number: _NUMBER.unpack_from(value)[0]
-                    for number, value in _parts(body[_MESSAGE.size :], _ATTRIBUTE)
+                    for number, value in _netlink_parts(body[_MESSAGE.size :], _ATTRIBUTE)
                     if len(value) >= _NUMBER.size
                 }
-                found[inode] = _Socket(
+                sockets[inode] = _Socket(
                     values.get(_UNIX_DIAG_VFS, 0),
                     values.get(_UNIX_DIAG_PEER, 0),
                     # A kernel before 5.3 does not name users.
@@ -194,7 +201,7 @@ def _unix_sockets() -> Mapping[int, _Socket]:
                 )
 
 
-def _parts(data: bytes, header: struct.Struct) -> Iterator[tuple[int, bytes]]:
+def _netlink_parts(data: bytes, header: struct.Struct) -> Iterator[tuple[int, bytes]]:
     """Yields the type and body of each netlink message or attribute; length and type come first."""
     start = 0
     while start + header.size <= len(data):
@@ -205,14 +212,14 @@ def _parts(data: bytes, header: struct.Struct) -> Iterator[tuple[int, bytes]]:
         start += -(-length // 4) * 4
 
 
-def _inodes(proc: Path) -> set[int]:
+def _socket_inodes(proc: Path) -> set[int]:
     """Returns the inodes of the sockets of all processes that this user may inspect."""
-    found = set()
+    inodes = set()
     for folder in proc.glob("[0-9]*/fd"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             for descriptor in folder.iterdir():
                 with suppress(OSError):
-                    kind, _, rest = str(descriptor.readlink()).partition(":[")
+                    kind, _, number = str(descriptor.readlink()).partition(":[")
                     if kind == "socket":
-                        found.add(int(rest.rstrip("]")))
-    return found
+                        inodes.add(int(number.rstrip("]")))
+    return inodes

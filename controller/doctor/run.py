@@ -35,15 +35,17 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         settings = Settings.load({}, request.config)
         yield ok("settings", "can be used")
     except SettingsError as error:
-        first, *others = str(error).splitlines()
-        more = f" (and {len(others)} more)" if others else ""
-        yield fail("settings", f"{first}{more}", "correct it; `controller config` shows them all")
+        first_line, *other_lines = str(error).splitlines()
+        more_text = f" (and {len(other_lines)} more)" if other_lines else ""
+        yield fail(
+            "settings", f"{first_line}{more_text}", "correct it; `controller config` shows them all"
+        )
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
         yield local.check_socket(socket_path(address))
         for finding in processes.check_callers(socket_path(address)):
             yield finding
-    findings, introduced = await _sidecar(address, request.engine_url)
+    findings, introduced = await _check_sidecar(address, request.engine_url)
     for finding in findings:
         yield finding
     if request.engine_url:
@@ -56,8 +58,8 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     if settings is None:
         return
     # The state directory is next to the socket that was asked; the settings may name another one.
-    beside = {"address": address} if request.address and address.startswith("unix:") else {}
-    state = settings.model_copy(update=beside).state_path
+    address_update = {"address": address} if request.address and address.startswith("unix:") else {}
+    state = settings.model_copy(update=address_update).state_path
     for finding in local.check_state(state, has_redis=settings.redis_url is not None):
         yield finding
     if settings.redis_url is not None:
@@ -66,26 +68,26 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         yield await dependencies.check_health_port(settings.listener("health"))
 
 
-async def _sidecar(address: str, engine_url: str) -> tuple[list[Finding], set[str] | None]:
+async def _check_sidecar(address: str, engine_url: str) -> tuple[list[Finding], set[str] | None]:
     """Returns the sidecar's findings and its kinds of engines ("vllm"); None without an answer."""
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        found = fail("sidecar", str(error), "correct the variable, or ask on the unix socket")
-        return [found], None
-    answers: sidecar.Answers | None = None
-    silence: list[Finding] = []
-    for asked in reading_addresses(address):
-        async with credentials.aio_channel(asked) as channel:
+        finding = fail("sidecar", str(error), "correct the variable, or ask on the unix socket")
+        return [finding], None
+    answers: sidecar.SidecarAnswers | None = None
+    no_answer: list[Finding] = []
+    for reading_address in reading_addresses(address):
+        async with credentials.aio_channel(reading_address) as channel:
             try:
                 answers = await sidecar.ask(channel, credentials.metadata())
                 break
             except grpc.aio.AioRpcError as error:
-                silence = [sidecar.check_silence(address, error)]
+                no_answer = [sidecar.check_no_answer(address, error)]
             except EndlessListError as error:
                 return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
     if answers is None:
-        return silence, None
+        return no_answer, None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
     engines = sidecar.check_engines(answers, address, engine_url)
     return [*sidecar.check_sidecar(answers), *engines], kinds

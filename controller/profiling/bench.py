@@ -20,7 +20,7 @@ from controller.profiling.load import LoadSource
 from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.profiling.schedule import ProfilingSettings
 from controller.profiling.sidecar import MeasureStream
-from controller.profiling.wake_cost import WakeUps
+from controller.profiling.wake_cost import WakeUpRecorder
 
 _LISTEN_SECONDS = 0.1
 # After a load has ended, its last reports may still arrive.
@@ -33,7 +33,7 @@ _OTHER_WIDTH_STEPS = 40
 _OTHER_WIDTH_SECONDS = 2.0
 # Most loads that may end before a step of the requested batch size is reported: if the machine is
 # busy and delays the agent or the sidecar, all reports of a load can be lost.
-_LOADS_MOST = 5
+_LOADS_MAX = 5
 # Slack factor of the context lengths, which tell a load's steps from late ones of the load before.
 _CONTEXT_SLACK = 1.1
 
@@ -53,11 +53,11 @@ class Bench:
         settings: ProfilingSettings,
         clock: Clock,
         cells: Cells,
-        wakings: WakeUps,
+        wakings: WakeUpRecorder,
         uneven: Collection[str] = (),
     ) -> None:
         self.cells = cells
-        self._wakings = wakings
+        self._wake_ups = wakings
         self.rows: Counter[str] = Counter()
         self.short_rows: Counter[str] = Counter()
         self.prefill_seconds_per_token = float("inf")
@@ -73,96 +73,98 @@ class Bench:
         self._batch_size = 0
         self._prompt_tokens = 0
         self._context = Context.GRID
-        self._wanted: Arm | None = None
+        self._requested_arm: Arm | None = None
         # Number of steps of each other draft length under the plan with the requested one.
-        self._others: Counter[int] = Counter()
-        self._wanted_at = 0.0
+        self._other_gamma_steps: Counter[int] = Counter()
+        self._requested_at = 0.0
         # The stream's epoch at the request; the plan with the requested arm has a later one.
         self._epoch_before = 0
         # The requested batch size was reached under this load; the last report had a smaller one.
-        self._full = False
-        self._fell_short = False
+        self._has_full_batch = False
+        self._has_shrunk = False
         self._begun_at = 0.0
         self._counted_at = 0.0
 
     @asynccontextmanager
-    async def hold(
-        self, batch_size: int, prompt_tokens: int, context: Context, first: Arm
+    async def hold_batch(
+        self, batch_size: int, prompt_tokens: int, context: Context, first_arm: Arm
     ) -> AsyncIterator[None]:
-        """Keeps a decode batch of this size running inside the block, with arm `first` at first.
+        """Keeps a decode batch of this size running inside the block, at first with `first_arm`.
 
         Raises MeasurementStalledError if the batch is not reached, and EngineUnreachableError.
         """
         self._batch_size, self._prompt_tokens = batch_size, prompt_tokens
         self._context = context
-        await self._want(first)
+        await self._request_arm(first_arm)
         try:
             await self._fill_batch()
             yield
         finally:
-            await self._end()
+            await self._stop_load()
 
-    async def visit(self, arm: Arm, seconds: float) -> None:
+    async def visit_arm(self, arm: Arm, seconds: float) -> None:
         """Runs the arm for this time or until enough of its steps counted, but at least a few.
 
         Raises MeasurementStalledError, OtherWidthError, EngineUnreachableError, MeasurementError.
         """
-        await self._want(arm)
+        await self._request_arm(arm)
         samples = self.samples(arm)
-        least = len(samples) + self._settings.visit_steps
-        most = len(samples) + self._settings.visit_steps_most
+        steps_min = len(samples) + self._settings.visit_steps
+        steps_max = len(samples) + self._settings.visit_steps_most
         deadline = self._clock.now() + seconds
-        while len(samples) < least or (len(samples) < most and self._clock.now() < deadline):
-            await self._listen()
-            if self._load_is_over():
-                await self._end()
-                await self._begin()
+        while len(samples) < steps_min or (
+            len(samples) < steps_max and self._clock.now() < deadline
+        ):
+            await self._read_reports()
+            if self._has_load_ended():
+                await self._stop_load()
+                await self._start_load()
 
     def samples(self, arm: Arm) -> Samples:
         """Returns the current cell of this arm."""
         key = CellKey(arm.drafter, arm.gamma, self._batch_size, self._context)
         return self.cells.setdefault(key, Samples())
 
-    async def _want(self, arm: Arm) -> None:
+    async def _request_arm(self, arm: Arm) -> None:
         await self._stream.force(arm)
-        self._wanted = arm
+        self._requested_arm = arm
         self._filter.left_out.clear()
-        self._others.clear()
-        self._wanted_at = self._clock.now()
+        self._other_gamma_steps.clear()
+        self._requested_at = self._clock.now()
         self._epoch_before = self._stream.forced_epoch
         self._counted_at = self._clock.now()
 
     async def _fill_batch(self) -> None:
-        for _ in range(_LOADS_MOST):
-            await self._begin()
+        for _ in range(_LOADS_MAX):
+            await self._start_load()
             has_ended = False
-            while not (self._full or has_ended):
-                has_ended = self._load is not None and self._load.ended
-                await self._listen()
-            if self._full:
+            while not (self._has_full_batch or has_ended):
+                has_ended = self._load is not None and self._load.has_ended
+                await self._read_reports()
+            if self._has_full_batch:
                 return
-            await self._end()
-        raise MeasurementStalledError(self._why_stalled(f"while {_LOADS_MOST} loads ran"))
+            await self._stop_load()
+        raise MeasurementStalledError(self._stall_text(f"while {_LOADS_MAX} loads ran"))
 
-    async def _begin(self) -> None:
-        await self._fall_quiet()
-        self._wakings.begin_load()
-        self._filter.expect(self._batch_size, self._contexts())
-        self._full = False
+    async def _start_load(self) -> None:
+        await self._wait_until_quiet()
+        self._wake_ups.begin_load()
+        self._filter.expect(self._batch_size, self._expected_contexts())
+        self._has_full_batch = False
         self._begun_at = self._clock.now()
         self._load = self._loads.start(self._batch_size, self._prompt_tokens)
 
-    async def _end(self) -> None:
+    async def _stop_load(self) -> None:
         load, self._load = self._load, None
         if load is not None:
             await load.stop()
 
-    async def _fall_quiet(self) -> None:
+    async def _wait_until_quiet(self) -> None:
         deadline = self._clock.now() + _QUIET_SECONDS_MAX
         while await self._stream.reports(_QUIET_SECONDS) and self._clock.now() < deadline:
             pass
 
-    def _contexts(self) -> range:
+    def _expected_contexts(self) -> range:
         """Returns the context lengths of the load, with slack for how engines count tokens."""
         grown = self._prompt_tokens + self._loads.new_tokens_for(
             self._batch_size, self._prompt_tokens
@@ -170,37 +172,37 @@ class Bench:
         slack = _CONTEXT_SLACK
         return range(int(self._prompt_tokens / slack), int(grown * slack) + 1)
 
-    def _load_is_over(self) -> bool:
-        if self._load is None or self._load.ended:
+    def _has_load_ended(self) -> bool:
+        if self._load is None or self._load.has_ended:
             return True
         # After the full batch, a smaller one means that a sequence has ended.
-        return self._full and self._fell_short
+        return self._has_full_batch and self._has_shrunk
 
-    async def _listen(self) -> None:
+    async def _read_reports(self) -> None:
         """Processes the reports that arrive within a short time."""
-        self._fell_short = False
+        self._has_shrunk = False
         for report in await self._stream.reports(_LISTEN_SECONDS):
-            self._take(report)
+            self._count_report(report)
         if self._clock.now() - self._counted_at > self._settings.stall_seconds:
             # If the engine refused the load, `ended` raises a more specific error.
             if self._load is not None:
-                _ = self._load.ended
+                _ = self._load.has_ended
             waited = f"for {self._settings.stall_seconds:.0f} s"
-            raise MeasurementStalledError(self._why_stalled(waited))
+            raise MeasurementStalledError(self._stall_text(waited))
 
-    def _take(self, report: StepReport) -> None:
-        self._wakings.observe(report)
-        self._require_wanted(report)
-        if report.batch_size == self._batch_size and not self._full:
-            self._full = True
+    def _count_report(self, report: StepReport) -> None:
+        self._wake_ups.observe(report)
+        self._require_requested_gamma(report)
+        if report.batch_size == self._batch_size and not self._has_full_batch:
+            self._has_full_batch = True
             tokens = self._batch_size * self._prompt_tokens
-            each = (self._clock.now() - self._begun_at) / tokens
-            self.prefill_seconds_per_token = min(self.prefill_seconds_per_token, each)
-        self._fell_short = report.batch_size < self._batch_size
+            seconds_per_token = (self._clock.now() - self._begun_at) / tokens
+            self.prefill_seconds_per_token = min(self.prefill_seconds_per_token, seconds_per_token)
+        self._has_shrunk = report.batch_size < self._batch_size
         if self._filter.accepts(report):
             self.samples(report.arm).add(report.step_seconds, report.kv_tokens, self.round_number)
             self._count_rows(report)
-            if report.arm == self._wanted:
+            if report.arm == self._requested_arm:
                 self._counted_at = self._clock.now()
             else:
                 self._filter.left_out[f"{report.drafter} gamma {report.gamma}"] += 1
@@ -212,51 +214,52 @@ class Bench:
                 sum(group.accepted_counts) for group in report.groups if group.gamma < report.gamma
             )
 
-    def _require_wanted(self, report: StepReport) -> None:
+    def _require_requested_gamma(self, report: StepReport) -> None:
         """Raises OtherWidthError if the engine has run other draft lengths for too long.
 
         The agent has a low priority, so a plan can be seconds late: steps under earlier plans do
         not count.
         """
-        wanted, others = self._wanted, self._others
-        if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
+        requested, other_steps = self._requested_arm, self._other_gamma_steps
+        if requested is None or report.drafter != requested.drafter or report.flags.unsteered:
             return
-        asked = self._stream.forced_epoch
-        if asked == self._epoch_before or report.plan_epoch < asked:
+        requested_epoch = self._stream.forced_epoch
+        if requested_epoch == self._epoch_before or report.plan_epoch < requested_epoch:
             return
-        width = self._filter.width_of(report)
-        if width == wanted.gamma:
-            others.clear()
+        verified_gamma = self._filter.verified_gamma(report)
+        if verified_gamma == requested.gamma:
+            other_steps.clear()
             return
-        others[width] += 1
-        seconds = self._clock.now() - self._wanted_at
-        if others.total() < _OTHER_WIDTH_STEPS or seconds < _OTHER_WIDTH_SECONDS:
+        other_steps[verified_gamma] += 1
+        seconds = self._clock.now() - self._requested_at
+        if other_steps.total() < _OTHER_WIDTH_STEPS or seconds < _OTHER_WIDTH_SECONDS:
             return
-        ran = " and ".join(f"gamma {gamma}" for gamma in sorted(others))
+        verified = " and ".join(f"gamma {gamma}" for gamma in sorted(other_steps))
         raise OtherWidthError(
-            f"{wanted.drafter}: gamma {wanted.gamma} was requested, but the engine verified {ran} "
-            f"in {others.total()} consecutive steps since then: it does not follow the draft "
+            f"{requested.drafter}: gamma {requested.gamma} was requested, but the engine verified "
+            f"{verified} "
+            f"in {other_steps.total()} consecutive steps since then: it does not follow the draft "
             "length (docs/engines.md lists what its version, method and model runner "
             "support; shim and sidecar may have different versions); no profile is written"
         )
 
-    def _why_stalled(self, when: str) -> str:
+    def _stall_text(self, period: str) -> str:
         reasons = self._filter.left_out.most_common(_REASONS_TOLD)
-        what = "unusable steps: " + ", ".join(f"{n} x {why}" for why, n in reasons)
+        detail = "unusable steps: " + ", ".join(f"{n} x {reason}" for reason, n in reasons)
         if not reasons and self._stream.earlier_steps:
-            what = (
+            detail = (
                 f"the engine has reported {self._stream.earlier_steps} steps under earlier plans, "
                 "and none under the measurement's: its shim does not follow plans, or has another "
                 "version"
             )
         elif not reasons:
-            what = (
+            detail = (
                 "the engine reports no steps: check that the engine at this URL is the one that "
                 "introduced itself to the sidecar"
             )
-        wanted = self._wanted
-        arm = f" of {wanted.drafter} gamma {wanted.gamma}" if wanted else ""
-        return f"no usable step{arm} with a batch of {self._batch_size} {when}; {what}"
+        requested = self._requested_arm
+        arm = f" of {requested.drafter} gamma {requested.gamma}" if requested else ""
+        return f"no usable step{arm} with a batch of {self._batch_size} {period}; {detail}"
 
 
 class StepFilter:
@@ -272,7 +275,7 @@ class StepFilter:
         self._unsettled = 0
         self._batch_size = 0
         self._context_tokens = range(0)
-        self._last: tuple[Arm, int] | None = None
+        self._last_arm_and_batch: tuple[Arm, int] | None = None
         # Number of left-out reports by reason, for people; the caller clears it.
         self.left_out: Counter[str] = Counter()
 
@@ -280,19 +283,19 @@ class StepFilter:
         """Accepts only steps of this batch size and of these mean contexts from now on."""
         self._batch_size = batch_size
         self._context_tokens = context_tokens
-        self._last = None
+        self._last_arm_and_batch = None
 
     def accepts(self, report: StepReport) -> bool:
         """Whether the step's seconds are those of its arm at the requested batch size."""
-        why = self._why_not(report)
-        if why:
-            self.left_out[why] += 1
-        return not why
+        reason = self._rejection_reason(report)
+        if reason:
+            self.left_out[reason] += 1
+        return not reason
 
-    def _why_not(self, report: StepReport) -> str:
-        now = (report.arm, report.batch_size)
-        if now != self._last:
-            self._last = now
+    def _rejection_reason(self, report: StepReport) -> str:
+        arm_and_batch = (report.arm, report.batch_size)
+        if arm_and_batch != self._last_arm_and_batch:
+            self._last_arm_and_batch = arm_and_batch
             self._unsettled = self._settle_steps
         if report.batch_size != self._batch_size:
             return f"batch of {report.batch_size}"
@@ -301,11 +304,11 @@ class StepFilter:
             return f"context of about {round(context, -2)} tokens"
         if report.flags.unsteered:
             return "ran without a valid plan"
-        return self._why_disturbed(report)
+        return self._disturbance_reason(report)
 
-    def _why_disturbed(self, report: StepReport) -> str:
+    def _disturbance_reason(self, report: StepReport) -> str:
         flags = report.flags
-        if flags.distorts_cost or flags.switched:
+        if flags.is_unusable_for_cost or flags.switched:
             # The disturbance may also affect the next step.
             self._unsettled = max(self._unsettled - 1, 1)
             names = (
@@ -314,12 +317,12 @@ class StepFilter:
             return f"flagged {next(name for name in names if getattr(flags, name))}"
         if report.prefill_tokens:
             return "prefilled while decoding"
-        if (widths := other_widths(report)) and report.drafter not in self._uneven:
+        if (widths := other_gammas_text(report)) and report.drafter not in self._uneven:
             return f"verified {widths} in some rows of gamma {report.gamma}"
         settled, self._unsettled = not self._unsettled, max(self._unsettled - 1, 0)
         return "" if settled else "right after a change"
 
-    def width_of(self, report: StepReport) -> int:
+    def verified_gamma(self, report: StepReport) -> int:
         """Returns the draft length that a step verified: the largest of its rows.
 
         For an uneven drafter, returns the step's own, since all rows may verify less.
@@ -329,7 +332,7 @@ class StepFilter:
         return max(group.gamma for group in report.groups)
 
 
-def other_widths(report: StepReport) -> str:
+def other_gammas_text(report: StepReport) -> str:
     """Names the draft lengths of rows that differ from their step's; "" if none does."""
     widths = {group.gamma for group in report.groups} - {report.gamma}
     return " and ".join(f"gamma {width}" for width in sorted(widths))

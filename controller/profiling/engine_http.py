@@ -102,12 +102,12 @@ class EngineHttp:
     async def kind(self) -> ServerKind:
         """Returns the kind of server.  Raises EngineUnreachableError if it does not answer."""
         if self._kind is None:
-            status, said = await self.call("GET", "/version")
-            is_vllm = status == 200 and isinstance(said, dict) and "version" in said
+            status, answer = await self.call("GET", "/version")
+            is_vllm = status == 200 and isinstance(answer, dict) and "version" in answer
             self._kind = VLLM if is_vllm else SGLANG
         return self._kind
 
-    async def why_not_ready(self) -> str:
+    async def not_ready_reason(self) -> str:
         """Explains why the engine cannot generate; "" if it can."""
         try:
             path = (await self.kind()).ready
@@ -122,12 +122,12 @@ class EngineHttp:
         Raises EngineUnreachableError if the server does not answer or refuses.
         """
         if await self.kind() is VLLM:
-            models = await self._described("/v1/models")
+            models = await self._get_description("/v1/models")
             _, metrics = await self.call("GET", "/metrics")
             return vllm_limits(models, metrics if isinstance(metrics, str) else "")
-        return sglang_limits(await self._described("/server_info", "/get_server_info"))
+        return sglang_limits(await self._get_description("/server_info", "/get_server_info"))
 
-    async def _described(self, *paths: str) -> dict[str, Any]:
+    async def _get_description(self, *paths: str) -> dict[str, Any]:
         """Returns the answer of the first of these paths that exists."""
         for path in paths:
             status, body = await self.call("GET", path)
@@ -163,9 +163,11 @@ class EngineHttp:
         self, method: str, path: str, body: object = None, seconds: float = _ANSWER_SECONDS
     ) -> tuple[int, Any]:
         """Returns the status and the body (JSON or text).  Raises EngineUnreachableError."""
-        return await asyncio.to_thread(self.ask, method, path, body, seconds)
+        return await asyncio.to_thread(self.call_blocking, method, path, body, seconds)
 
-    def ask(self, method: str, path: str, body: object, seconds: float) -> tuple[int, Any]:
+    def call_blocking(
+        self, method: str, path: str, body: object, seconds: float
+    ) -> tuple[int, Any]:
         """Does the same as `call`, but blocks.
 
         Every request opens a new connection: the server could close a kept-alive one just when it
@@ -245,7 +247,7 @@ class Generation:
         self._task = asyncio.create_task(asyncio.to_thread(self._run, body))
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the engine has answered.
 
         Raises EngineRefusedError if it refused, EngineUnreachableError if it went away.
@@ -284,7 +286,9 @@ class Generation:
 
     def _abort(self) -> None:
         for request_id in self._ids if self._kind.abort else ():
-            self._engine.ask("POST", self._kind.abort, {"rid": request_id}, _ANSWER_SECONDS)
+            self._engine.call_blocking(
+                "POST", self._kind.abort, {"rid": request_id}, _ANSWER_SECONDS
+            )
 
     def _hang_up(self) -> None:
         open_socket = self._connection.sock
@@ -316,10 +320,10 @@ def load_body(
     }
 
 
-def sglang_limits(said: dict[str, Any]) -> EngineLimits:
+def sglang_limits(server_info: dict[str, Any]) -> EngineLimits:
     """Reads the limits from `/server_info`; missing ones have cautious defaults."""
-    pool = _positive(said.get("max_total_num_tokens"))
-    longest = _positive(said.get("max_req_input_len")) or _FALLBACK_CONTEXT
+    pool = _positive_tokens(server_info.get("max_total_num_tokens"))
+    longest = _positive_tokens(server_info.get("max_req_input_len")) or _FALLBACK_CONTEXT
     return EngineLimits(longest, pool or longest)
 
 
@@ -328,22 +332,22 @@ def vllm_limits(models: Any, metrics: str) -> EngineLimits:
 
     Raises EngineUnreachableError if there is no model.
     """
-    found = models.get("data") if isinstance(models, dict) else None
-    if not (isinstance(found, list) and found and isinstance(found[0], dict)):
+    model_list = models.get("data") if isinstance(models, dict) else None
+    if not (isinstance(model_list, list) and model_list and isinstance(model_list[0], dict)):
         raise EngineUnreachableError("/v1/models names no model")
-    longest = _positive(found[0].get("max_model_len")) or _FALLBACK_CONTEXT
-    pool = _label(metrics, "kv_cache_size_tokens") or (
-        _label(metrics, "num_gpu_blocks") * _label(metrics, "block_size")
+    longest = _positive_tokens(model_list[0].get("max_model_len")) or _FALLBACK_CONTEXT
+    pool = _metric_label(metrics, "kv_cache_size_tokens") or (
+        _metric_label(metrics, "num_gpu_blocks") * _metric_label(metrics, "block_size")
     )
     return EngineLimits(longest, pool or longest)
 
 
-def _label(metrics: str, name: str) -> int:
+def _metric_label(metrics: str, name: str) -> int:
     """Returns the number in a label of `vllm:cache_config_info`; 0 if it is missing."""
     line = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
-    found = re.search(rf'(?:^|,){name}="(\d{{1,12}})"', line.group(1)) if line else None
-    return int(found.group(1)) if found else 0
+    match = re.search(rf'(?:^|,){name}="(\d{{1,12}})"', line.group(1)) if line else None
+    return int(match.group(1)) if match else 0
 
 
-def _positive(value: object) -> int:
+def _positive_tokens(value: object) -> int:
     return value if isinstance(value, int) and 0 < value <= _TOKENS_MAX else 0

@@ -36,14 +36,14 @@ from controller.profiling.samples import (
     CellKey,
     Context,
     Samples,
-    Summary,
+    StepSummary,
+    remove_outliers,
     summarise,
-    without_outliers,
 )
 
 # Least relative error of a median: drift within a visit is not averaged out.
 _ERROR_FLOOR = 0.003
-_LEAST_STEPS = 3
+_STEPS_MIN = 3
 # Thresholds of a warning about a measurement.
 _DOUBTFUL_SPREAD = 0.15
 _DOUBTFUL_DISORDER = 0.1
@@ -57,7 +57,7 @@ _LENGTHS_APART = 2
 _IQR_TO_SIGMA = 1 / 1.349
 _MEDIAN_PENALTY = 1.2533
 # Iterations of the median polish.
-_POLISH_TIMES = 8
+_POLISH_ITERATIONS = 8
 
 Key = TypeVar("Key")
 Floats = NDArray[np.float64]
@@ -83,35 +83,35 @@ class CostFit:
 
 def fit_costs(cells: Mapping[CellKey, Samples]) -> CostFit:
     """Fits all cells.  Raises MeasurementError if the grid is empty."""
-    grid = {k: s for k, s in cells.items() if k.context is Context.GRID and len(s) >= _LEAST_STEPS}
+    grid = {k: s for k, s in cells.items() if k.context is Context.GRID and len(s) >= _STEPS_MIN}
     if not grid:
         raise MeasurementError("no cell of the grid was measured")
     context = fit_context(cells)
     per_sequence = [kv / key.batch_size for key, s in grid.items() for kv in s.kv_tokens]
     reference = float(np.mean(per_sequence))
-    found = []
+    profile_cells = []
     for size in sorted({key.batch_size for key in grid}):
         column = {key: samples for key, samples in grid.items() if key.batch_size == size}
         for key, summary in summarise_column(column, reference, context.seconds_per_kv_token):
-            found.append(
+            profile_cells.append(
                 ProfileCell(
                     key.drafter, key.gamma, size, summary.median, summary.spread, summary.steps
                 )
             )
-    found.sort(key=lambda cell: (cell.drafter, cell.gamma, cell.batch_size))
-    return CostFit(reference, context, tuple(found))
+    profile_cells.sort(key=lambda cell: (cell.drafter, cell.gamma, cell.batch_size))
+    return CostFit(reference, context, tuple(profile_cells))
 
 
 def summarise_column(
     column: Mapping[CellKey, Samples], kv_reference: float, seconds_per_kv_token: float
-) -> list[tuple[CellKey, Summary]]:
+) -> list[tuple[CellKey, StepSummary]]:
     """Summarises the cells of a batch size at the reference context, with the drift removed."""
     at_reference = {
         key: np.asarray(samples.seconds)
         - seconds_per_kv_token * (np.asarray(samples.kv_tokens) - key.batch_size * kv_reference)
         for key, samples in column.items()
     }
-    steady = without_drift(at_reference, {key: s.rounds for key, s in column.items()})
+    steady = remove_drift(at_reference, {key: s.rounds for key, s in column.items()})
     return [(key, summarise(seconds)) for key, seconds in steady.items()]
 
 
@@ -119,7 +119,7 @@ def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
     """Fits the context term; 0 and not measured if no cell has both a short and a long context."""
     groups: dict[tuple[Arm, int], list[tuple[float, float, float]]] = defaultdict(list)
     for key, samples in cells.items():
-        if key.context is Context.GRID or len(samples) < _LEAST_STEPS:
+        if key.context is Context.GRID or len(samples) < _STEPS_MIN:
             continue
         summary = summarise(samples.seconds)
         error = _MEDIAN_PENALTY * _IQR_TO_SIGMA * summary.spread / math.sqrt(summary.steps)
@@ -140,12 +140,12 @@ def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
     return ContextTerm(max(product / square, 0.0), 1 / math.sqrt(square), measured=True)
 
 
-def why_doubtful(cells: Sequence[ProfileCell]) -> str:
+def doubt_reason(cells: Sequence[ProfileCell]) -> str:
     """Explains why a measurement is doubtful; "" if it is not."""
     spread = float(np.median([cell.spread_seconds / cell.step_seconds for cell in cells]))
     if spread > _DOUBTFUL_SPREAD:
         return f"steps of one cell spread by {spread:.0%} (interquartile range)"
-    if (share := disorder(cells)) > _DOUBTFUL_DISORDER:
+    if (share := largest_disorder(cells)) > _DOUBTFUL_DISORDER:
         return f"a smaller batch or draft length costs up to {share:.0%} more than a larger one"
     return ""
 
@@ -173,7 +173,7 @@ def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec])
             )
 
 
-def disorder(cells: Sequence[ProfileCell]) -> float:
+def largest_disorder(cells: Sequence[ProfileCell]) -> float:
     """Measures how much the costs violate monotonicity in gamma and in B.
 
     Returns the largest share by which a cell costs more than one with a larger gamma or B; 0 if
@@ -184,16 +184,16 @@ def disorder(cells: Sequence[ProfileCell]) -> float:
     sizes = sorted({size for _, _, size in cost})
     worst = 0.0
     for (drafter, gamma, size), seconds in cost.items():
-        for after in (
+        for larger_cell in (
             *((drafter, g, size) for g in gammas[drafter] if g > gamma),
             *((drafter, gamma, s) for s in sizes if s > size),
         ):
-            if after in cost:
-                worst = max(worst, seconds / cost[after] - 1)
+            if larger_cell in cost:
+                worst = max(worst, seconds / cost[larger_cell] - 1)
     return worst
 
 
-def without_drift(
+def remove_drift(
     seconds: Mapping[Key, Floats], rounds: Mapping[Key, Sequence[int]]
 ) -> dict[Key, Floats]:
     """Returns the step times of one batch size with the machine's drift removed.
@@ -209,15 +209,15 @@ def without_drift(
         for r in range(len(numbers)):
             values = seconds[arm][columns[arm] == r]
             if len(values):
-                medians[a, r] = np.log(np.median(without_outliers(values)))
-    drift = _polish(medians) if arms else np.zeros(0)
+                medians[a, r] = np.log(np.median(remove_outliers(values)))
+    drift = _median_polish(medians) if arms else np.zeros(0)
     return {arm: seconds[arm] * np.exp(-drift[columns[arm]]) for arm in arms}
 
 
-def _polish(medians: Floats) -> Floats:
+def _median_polish(medians: Floats) -> Floats:
     """Returns the drift of each round.  medians: [arms, rounds] logarithms, NaN if not visited."""
     drift = np.zeros(medians.shape[1])
-    for _ in range(_POLISH_TIMES):
+    for _ in range(_POLISH_ITERATIONS):
         level = np.nanmedian(medians - drift, axis=1, keepdims=True)
         drift = np.nanmedian(medians - level, axis=0)
         drift -= np.median(drift)

@@ -17,7 +17,7 @@ _POOL_SHARE = 0.8
 # Tokens of a sequence that the engine reserves, for example for drafts.
 _RESERVED_TOKENS = 64
 # A load with fewer new tokens would end before it is measured.
-_LEAST_NEW_TOKENS = 48
+_NEW_TOKENS_MIN = 48
 
 
 class Prompts:
@@ -31,7 +31,7 @@ class Prompts:
         self._random = random.Random(seed)
 
     @classmethod
-    async def of_engine(cls, engine: EngineHttp, text: str = "") -> "Prompts":
+    async def from_engine_tokenizer(cls, engine: EngineHttp, text: str = "") -> "Prompts":
         """Tokenizes the text with the engine.  Raises ProfilingUsageError if that is impossible."""
         ids = await engine.tokenize(text or random_text())
         if not ids and text:
@@ -41,11 +41,11 @@ class Prompts:
             )
         return cls(ids or list(_COMMON_IDS))
 
-    def cut(self, count: int, tokens: int) -> list[list[int]]:
+    def make_prompts(self, count: int, tokens: int) -> list[list[int]]:
         """Returns `count` prompts of `tokens` ids each."""
-        return [self._one(tokens) for _ in range(count)]
+        return [self._make_prompt(tokens) for _ in range(count)]
 
-    def _one(self, tokens: int) -> list[int]:
+    def _make_prompt(self, tokens: int) -> list[int]:
         start = self._random.randrange(len(self._ids))
         ids = self._random.choices(self._ids, k=min(2, tokens))
         while len(ids) < tokens:
@@ -77,17 +77,19 @@ class LoadSource:
 
     def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
         """Returns the new tokens per sequence of a load; 0 if it does not fit into the engine."""
-        each = min(
+        sequence_tokens_max = min(
             self.limits.sequence_tokens - _RESERVED_TOKENS,
             int(_POOL_SHARE * self.limits.pool_tokens / batch_size),
         )
-        room = min(self.new_tokens, each - prompt_tokens)
-        return room if room >= min(_LEAST_NEW_TOKENS, self.new_tokens) else 0
+        new_tokens_max = min(self.new_tokens, sequence_tokens_max - prompt_tokens)
+        return new_tokens_max if new_tokens_max >= min(_NEW_TOKENS_MIN, self.new_tokens) else 0
 
     def start(self, batch_size: int, prompt_tokens: int) -> Generation:
         """Starts a request that makes a decode batch of this size, which must fit."""
         self._started += 1
         count = batch_size * self.replicas
         ids = [f"controller-profile-{id(self):x}-{self._started}-{i:05}" for i in range(count)]
-        room = self.new_tokens_for(batch_size, prompt_tokens)
-        return self.engine.generate(self.prompts.cut(count, prompt_tokens), ids, room)
+        new_tokens = self.new_tokens_for(batch_size, prompt_tokens)
+        return self.engine.generate(
+            self.prompts.make_prompts(count, prompt_tokens), ids, new_tokens
+        )

@@ -18,27 +18,27 @@ from controller.core.engine_spec import EngineSpec, Fingerprint
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.profiling.errors import InvalidPartialError, ProfileRefusedError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 
 # Most characters of a model's or device's name in a file name.
 _NAME_MAX = 48
 # An older interrupted measurement is started again.
-OLDEST = timedelta(days=1)
+PARTIAL_AGE_MAX = timedelta(days=1)
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def default_path(spec: EngineSpec, directory: Path = Path("profiles")) -> Path:
     """Returns `<model>-<device>-<digest of the fingerprint and the drafters>.json`."""
     fingerprint = replace(spec.fingerprint, shim_version="")
-    identity = repr((asdict(fingerprint), identities(spec)))
+    identity = repr((asdict(fingerprint), drafter_identities(spec)))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
     model = spec.fingerprint.target_model.rstrip("/").rpartition("/")[2]
     return directory / f"{_slug(model)}-{_slug(spec.fingerprint.device)}-{digest}.json"
 
 
 def _slug(text: str) -> str:
-    plain = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
-    return plain[:_NAME_MAX].rstrip("-.") or "unknown"
+    slug = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+    return slug[:_NAME_MAX].rstrip("-.") or "unknown"
 
 
 def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
@@ -46,7 +46,7 @@ def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
 
     Raises ProfileRefusedError for another engine's profile, and for a file that is not a profile.
     """
-    again = "measure again with --force, or name another file with --output"
+    fix = "measure again with --force, or name another file with --output"
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
         profile.require_match(spec.fingerprint, spec.drafters)
@@ -55,7 +55,7 @@ def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
     except OSError as error:
         raise ProfileRefusedError(f"{path} cannot be read: {error.strerror}") from error
     except (InvalidProfileError, UnicodeDecodeError) as error:
-        raise ProfileRefusedError(f"{path} is not a profile: {error}; {again}") from error
+        raise ProfileRefusedError(f"{path} is not a profile: {error}; {fix}") from error
     except ProfileMismatchError as error:
         raise ProfileRefusedError(
             f"{path}: {error} (--force overwrites it, --output names another file)"
@@ -63,7 +63,7 @@ def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
     return profile
 
 
-def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
+def uncovered_choices(profile: Profile, spec: EngineSpec) -> list[str]:
     """Names the choices that the engine can run but the profile did not measure."""
     cells = profile.cells
     largest = max(cell.batch_size for cell in cells)
@@ -79,7 +79,7 @@ def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Writes a profile atomically.  Raises OSError."""
-    write_whole(path, profile.to_json().encode())
+    write_atomically(path, profile.to_json().encode())
 
 
 @with_config(_STRICT)
@@ -98,7 +98,7 @@ class PartialCell:
 
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialMeasurement:
     """An interrupted measurement.
 
     finished: names of the parts that need no more steps.  started_at: ISO 8601.
@@ -112,15 +112,15 @@ class Partial:
     cells: tuple[PartialCell, ...]
 
     @classmethod
-    def of(
+    def from_cells(
         cls, spec: EngineSpec, started_at: datetime, finished: tuple[str, ...], cells: Cells
-    ) -> "Partial":
+    ) -> "PartialMeasurement":
         """Makes one from the steps that are measured so far."""
         return cls(
             "speculation-profile-partial/1",
             started_at,
             spec.fingerprint,
-            identities(spec),
+            drafter_identities(spec),
             finished,
             tuple(
                 PartialCell(
@@ -145,17 +145,17 @@ class Partial:
             for c in self.cells
         }
 
-    def why_unusable(self, spec: EngineSpec, now: datetime) -> str:
+    def unusable_reason(self, spec: EngineSpec, now: datetime) -> str:
         """Explains why a measurement cannot be continued; "" if it can."""
         age = now - self.started_at
-        if not timedelta(0) <= age <= OLDEST:
+        if not timedelta(0) <= age <= PARTIAL_AGE_MAX:
             return f"it was started {self.started_at:%Y-%m-%d %H:%M}, more than a day ago"
         # A profile with its fingerprint must match the engine.
-        some = ProfileCell(self.drafters[0].name, 0, 1, 1.0, 0.0, 1) if self.drafters else None
-        if some is None:
+        any_cell = ProfileCell(self.drafters[0].name, 0, 1, 1.0, 0.0, 1) if self.drafters else None
+        if any_cell is None:
             return "it has no drafter"
         try:
-            Profile(self.fingerprint, self.drafters, 0.0, 0.0, (some,)).require_match(
+            Profile(self.fingerprint, self.drafters, 0.0, 0.0, (any_cell,)).require_match(
                 spec.fingerprint, spec.drafters
             )
         except ProfileMismatchError as error:
@@ -163,7 +163,7 @@ class Partial:
         return ""
 
 
-_ADAPTER = TypeAdapter(Partial)
+_ADAPTER = TypeAdapter(PartialMeasurement)
 
 
 def partial_path(output: Path) -> Path:
@@ -171,7 +171,7 @@ def partial_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.partial.json")
 
 
-def load_partial(path: Path) -> Partial | None:
+def load_partial(path: Path) -> PartialMeasurement | None:
     """Reads an interrupted measurement; None if there is no file.  Raises InvalidPartialError."""
     try:
         partial = _ADAPTER.validate_json(path.read_bytes())
@@ -180,10 +180,10 @@ def load_partial(path: Path) -> Partial | None:
     except OSError as error:
         raise InvalidPartialError(f"{path}: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        first_error = error.errors(include_url=False)[0]
+        location = ".".join(map(str, first_error["loc"]))
         raise InvalidPartialError(
-            f"{path}: {where + ': ' if where else ''}{first['msg']}"
+            f"{path}: {location + ': ' if location else ''}{first_error['msg']}"
         ) from error
     for cell in partial.cells:
         if not len(cell.seconds) == len(cell.kv_tokens) == len(cell.rounds):
@@ -201,12 +201,12 @@ def load_partial(path: Path) -> Partial | None:
     return partial
 
 
-def save_partial(path: Path, partial: Partial) -> None:
+def save_partial(path: Path, partial: PartialMeasurement) -> None:
     """Writes an interrupted measurement atomically.  Raises OSError."""
-    write_whole(path, _ADAPTER.dump_json(partial, indent=1))
+    write_atomically(path, _ADAPTER.dump_json(partial, indent=1))
 
 
-def identities(spec: EngineSpec) -> tuple[DrafterIdentity, ...]:
+def drafter_identities(spec: EngineSpec) -> tuple[DrafterIdentity, ...]:
     """Returns the identities of the drafters' weights, as in a profile."""
     return tuple(DrafterIdentity(d.name, d.model, d.revision) for d in spec.drafters)
 

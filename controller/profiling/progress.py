@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from controller.core.clock import Clock, WallClock
-from controller.util.text import printable
+from controller.util.text import to_printable
 
 _LINE_SECONDS = 10.0
 
@@ -28,11 +28,11 @@ class Reporter(Protocol):
 class LineReporter:
     """Prints plain lines, one every few seconds, for logs."""
 
-    def __init__(self, out: TextIO | None = None, clock: Clock | None = None) -> None:
-        self._out = out or sys.stderr
+    def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
+        self._stream = stream or sys.stderr
         self._clock = clock or WallClock()
-        self._said = ""
-        self._said_at = -float("inf")
+        self._last_kind = ""
+        self._last_line_at = -float("inf")
 
     def __enter__(self) -> Self:
         return self
@@ -42,21 +42,21 @@ class LineReporter:
 
     def note(self, text: str) -> None:
         """Prints a line, as Reporter asks."""
-        print(printable(text), file=self._out, flush=True)
+        print(to_printable(text), file=self._stream, flush=True)
 
     def waiting(self, text: str) -> None:
         """Prints the text at once, and again every few seconds, as Reporter asks."""
-        self._now_and_then(text, text)
+        self._note_throttled(text, text)
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
         """Prints the progress, as Reporter asks."""
         line = f"{share:4.0%}  {doing}  about {left_seconds:.0f} s left"
-        self._now_and_then("progress", line)
+        self._note_throttled("progress", line)
 
-    def _now_and_then(self, kind: str, line: str) -> None:
+    def _note_throttled(self, kind: str, line: str) -> None:
         now = self._clock.now()
-        if kind != self._said or now - self._said_at >= _LINE_SECONDS:
-            self._said, self._said_at = kind, now
+        if kind != self._last_kind or now - self._last_line_at >= _LINE_SECONDS:
+            self._last_kind, self._last_line_at = kind, now
             self.note(line)
 
 
@@ -84,7 +84,7 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         """Prints above the bar, as Reporter asks."""
-        self._progress.console.print(printable(text), markup=False, soft_wrap=True)
+        self._progress.console.print(to_printable(text), markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
         """Shows the text beside the bar, as Reporter asks."""
@@ -94,10 +94,10 @@ class BarReporter:
         """Moves the bar, as Reporter asks."""
         self._show(share, doing, f"about {left_seconds:.0f} s left")
 
-    def _show(self, share: float | None, doing: str, left: str) -> None:
-        total, doing = None if share is None else 1.0, printable(doing)
+    def _show(self, share: float | None, doing: str, remaining_text: str) -> None:
+        total, doing = None if share is None else 1.0, to_printable(doing)
         if self._task is None:
-            self._task = self._progress.add_task(doing, total=total, left=left)
+            self._task = self._progress.add_task(doing, total=total, left=remaining_text)
         self._progress.update(
-            self._task, description=doing, total=total, completed=share or 0.0, left=left
+            self._task, description=doing, total=total, completed=share or 0.0, left=remaining_text
         )

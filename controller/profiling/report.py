@@ -20,18 +20,18 @@ def profile_tables(profile: Profile) -> Iterator[TextTable]:
     cells = {(cell.arm, cell.batch_size): cell for cell in profile.cells}
     for drafter in dict.fromkeys(cell.drafter for cell in profile.cells):
         gammas = sorted({c.gamma for c in profile.cells if c.drafter == drafter})
-        yield _by_batch_size(
+        yield _gamma_table(
             f"{drafter}: milliseconds per step, and ratio to gamma = 0",
             sizes,
             {
-                (gamma, size): _cell(cells, Arm(drafter, gamma), size)
+                (gamma, size): _cell_text(cells, Arm(drafter, gamma), size)
                 for gamma in gammas
                 for size in sizes
             },
         )
 
 
-def _by_batch_size(
+def _gamma_table(
     title: str, sizes: Sequence[int], cells: Mapping[tuple[int, int], str]
 ) -> TextTable:
     """Makes a table with a row for each gamma.  cells: texts by gamma and batch size."""
@@ -50,13 +50,13 @@ def _by_batch_size(
     return TextTable(title, columns, rows)
 
 
-def _cell(cells: dict[tuple[Arm, int], ProfileCell], arm: Arm, size: int) -> str:
+def _cell_text(cells: dict[tuple[Arm, int], ProfileCell], arm: Arm, size: int) -> str:
     cell = cells.get((arm, size))
     if cell is None:
         return "-"
     text = f"{cell.step_seconds * 1e3:.2f}"
-    plain = cells.get((Arm(arm.drafter, 0), size))
-    return f"{text} {cell.step_seconds / plain.step_seconds:.2f}x" if plain else text
+    plain_cell = cells.get((Arm(arm.drafter, 0), size))
+    return f"{text} {cell.step_seconds / plain_cell.step_seconds:.2f}x" if plain_cell else text
 
 
 def measured_text(profile: Profile) -> str:
@@ -88,40 +88,49 @@ class CellDifference:
     apart: bool
 
 
-def cell_differences(one: Profile, other: Profile) -> list[CellDifference]:
+def cell_differences(first_profile: Profile, second_profile: Profile) -> list[CellDifference]:
     """Compares every cell that either profile has, by drafter, gamma and batch size."""
-    here = {(cell.arm, cell.batch_size): cell for cell in one.cells}
-    there = {(cell.arm, cell.batch_size): cell for cell in other.cells}
+    first_cells = {(cell.arm, cell.batch_size): cell for cell in first_profile.cells}
+    second_cells = {(cell.arm, cell.batch_size): cell for cell in second_profile.cells}
 
-    def compared(arm: Arm, size: int) -> CellDifference:
-        first, second = here.get((arm, size)), there.get((arm, size))
+    def compare_cell(arm: Arm, size: int) -> CellDifference:
+        first, second = first_cells.get((arm, size)), second_cells.get((arm, size))
         if first is None or second is None:
             return CellDifference(arm.drafter, arm.gamma, size, None, apart=False)
-        far = abs(first.step_seconds - second.step_seconds)
+        distance_seconds = abs(first.step_seconds - second.step_seconds)
         return CellDifference(
             arm.drafter, arm.gamma, size, second.step_seconds / first.step_seconds,
-            apart=far > first.spread_seconds + second.spread_seconds,
+            apart=distance_seconds > first.spread_seconds + second.spread_seconds,
         )  # fmt: skip
 
     keys = sorted(
-        here.keys() | there.keys(), key=lambda key: (key[0].drafter, key[0].gamma, key[1])
+        first_cells.keys() | second_cells.keys(),
+        key=lambda key: (key[0].drafter, key[0].gamma, key[1]),
     )
-    return [compared(arm, size) for arm, size in keys]
+    return [compare_cell(arm, size) for arm, size in keys]
 
 
-def difference_tables(found: Sequence[CellDifference]) -> Iterator[TextTable]:
+def difference_tables(differences: Sequence[CellDifference]) -> Iterator[TextTable]:
     """Yields a table for each drafter: rows gamma, columns B."""
-    sizes = sorted({it.batch_size for it in found})
-    for drafter in dict.fromkeys(it.drafter for it in found):
-        yield _by_batch_size(
+    sizes = sorted({difference.batch_size for difference in differences})
+    for drafter in dict.fromkeys(difference.drafter for difference in differences):
+        yield _gamma_table(
             f"{drafter}: second / first",
             sizes,
-            {(it.gamma, it.batch_size): _ratio_text(it) for it in found if it.drafter == drafter},
+            {
+                (difference.gamma, difference.batch_size): _ratio_text(difference)
+                for difference in differences
+                if difference.drafter == drafter
+            },
         )
 
 
-def _ratio_text(found: CellDifference) -> str:
-    return "-" if found.ratio is None else f"{found.ratio:.3f}{'!' if found.apart else ''}"
+def _ratio_text(difference: CellDifference) -> str:
+    return (
+        "-"
+        if difference.ratio is None
+        else f"{difference.ratio:.3f}{'!' if difference.apart else ''}"
+    )
 
 
 def hardware_note(device: str) -> str:

@@ -18,18 +18,18 @@ from controller.profiling.errors import (
     ProfilingError,
     SidecarUnreachableError,
 )
-from controller.profiling.fit import fit_costs, flat_drafters, why_doubtful
+from controller.profiling.fit import doubt_reason, fit_costs, flat_drafters
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.measurement import ProfileMeasurement
 from controller.profiling.profile_file import (
-    Partial,
+    PartialMeasurement,
     default_path,
-    identities,
+    drafter_identities,
     load_partial,
     partial_path,
     reusable_profile,
     save_partial,
-    uncovered,
+    uncovered_choices,
     utc_now,
     write_profile,
 )
@@ -41,7 +41,7 @@ from controller.profiling.sidecar import ProfilingClient
 _POLL_SECONDS = 0.5
 # An engine with the shim introduces itself within this time after it answers HTTP.
 _INTRODUCTION_SECONDS = 10.0
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,16 @@ async def profile_engine(
     clock = clock or WallClock()
     engine = EngineHttp(request.engine_url, request.api_key)
     async with ProfilingClient(request.sidecar) as sidecar:
-        waiter = Waiter(request.wait_seconds, clock, reporter)
-        await waiter.for_sidecar(sidecar)
-        await waiter.for_engine(engine)
-        spec = await waiter.for_introduction(sidecar, engine, request.engine_id)
+        waiter = RetryWaiter(request.wait_seconds, clock, reporter)
+        await waiter.wait_for_sidecar(sidecar)
+        await waiter.wait_for_engine(engine)
+        spec = await waiter.wait_for_introduction(sidecar, engine, request.engine_id)
         path = request.output or default_path(spec)
         profile = None if request.force else reusable_profile(path, spec)
         if profile is None and not request.force:
-            profile = await _shelved_profile(sidecar, spec, path, reporter)
+            profile = await _stored_profile(sidecar, spec, path, reporter)
         elif profile is not None:
-            _tell_reuse(f"{path} is this engine's profile", profile, spec, reporter)
+            _note_reuse(f"{path} is this engine's profile", profile, spec, reporter)
         reused, begun_at = profile is not None, clock.now()
         if profile is None:
             _require_drafters(spec)
@@ -114,7 +114,8 @@ def _require_drafters(spec: EngineSpec) -> None:
     loss = next((loss for loss in spec.lost if loss.drafter), None)
     if loss is not None:
         raise MeasurementError(
-            f"engine {spec.engine_id!r} has lost {loss.what} ({loss.reason}), so that it cannot be "
+            f"engine {spec.engine_id!r} has lost {loss.description} ({loss.reason}), so that it "
+            "cannot be "
             "measured: restart the engine, then measure again"
         )
 
@@ -145,12 +146,12 @@ class _ProfileRun:
         loads = LoadSource(
             engine,
             await engine.limits(),
-            await Prompts.of_engine(engine, self._request.prompt_text),
+            await Prompts.from_engine_tokenizer(engine, self._request.prompt_text),
             self._request.settings.new_tokens,
             self._spec.fingerprint.data_parallel_size,
         )
         try:
-            async with sidecar.measuring(self._spec.engine_id) as stream:
+            async with sidecar.open_measurement(self._spec.engine_id) as stream:
                 await self._measurement.run(stream, loads)
         except BaseException:
             if self._measurement.cells:
@@ -174,14 +175,15 @@ class _ProfileRun:
             )
         else:
             self._reporter.note("context term: not measured, 0 is assumed")
-        waking, wakings = self._measurement.wakings.seconds_per_token(
+        seconds_per_missed_token, wake_up_count = self._measurement.wake_ups.seconds_per_token(
             fit.cells, fit.kv_tokens_per_sequence, fit.context.seconds_per_kv_token
         )
-        if wakings:
+        if wake_up_count:
             self._reporter.note(
-                f"waking a drafter: {waking * 1e6:.0f} us per missed token ({wakings} wake-ups)"
+                f"waking a drafter: {seconds_per_missed_token * 1e6:.0f} us per missed token "
+                f"({wake_up_count} wake-ups)"
             )
-        if doubt := why_doubtful(fit.cells):
+        if doubt := doubt_reason(fit.cells):
             self._reporter.note(
                 f"the profile is doubtful: {doubt}; other load may have disturbed it, so measure "
                 "again (--force) when the machine is idle"
@@ -190,11 +192,11 @@ class _ProfileRun:
             self._reporter.note(f"the profile is doubtful: {flat}")
         return Profile(
             fingerprint=self._spec.fingerprint,
-            drafters=identities(self._spec),
+            drafters=drafter_identities(self._spec),
             kv_tokens_per_sequence=fit.kv_tokens_per_sequence,
             seconds_per_kv_token=fit.context.seconds_per_kv_token,
             cells=fit.cells,
-            catch_up_seconds_per_token=waking,
+            catch_up_seconds_per_token=seconds_per_missed_token,
             measured_at=utc_now().isoformat(),
             command=self._request.command,
             hardware=hardware_note(self._spec.fingerprint.device),
@@ -211,32 +213,32 @@ class _ProfileRun:
             return
         if partial is None:
             return
-        if why := partial.why_unusable(self._spec, utc_now()):
+        if reason := partial.unusable_reason(self._spec, utc_now()):
             self._reporter.note(
-                f"starting again: the interrupted measurement {path} cannot be continued: {why}"
+                f"starting again: the interrupted measurement {path} cannot be continued: {reason}"
             )
             return
-        done = self._measurement.resume(partial)
+        finished_count = self._measurement.resume(partial)
         steps = sum(len(cell.seconds) for cell in partial.cells)
         self._reporter.note(
             f"continuing the measurement started {partial.started_at:%Y-%m-%d %H:%M} UTC "
-            f"({path}): {done} parts are done, {steps} steps are kept"
+            f"({path}): {finished_count} parts are done, {steps} steps are kept"
         )
 
-    def _save(self, partial: Partial) -> None:
+    def _save(self, partial: PartialMeasurement) -> None:
         try:
             save_partial(self._partial_path, partial)
         except OSError as error:
             raise ProfilingError(f"{self._partial_path}: {error.strerror}") from error
 
 
-async def _shelved_profile(
+async def _stored_profile(
     sidecar: ProfilingClient, spec: EngineSpec, path: Path, reporter: Reporter
 ) -> Profile | None:
     """Returns the profile in the fleet's store, if any, and writes it to the output."""
-    profile = await sidecar.stored(spec)
+    profile = await sidecar.stored_profile(spec)
     if profile is not None:
-        _tell_reuse("the profile store has this engine's profile", profile, spec, reporter)
+        _note_reuse("the profile store has this engine's profile", profile, spec, reporter)
         _write(path, profile)
     return profile
 
@@ -248,16 +250,16 @@ def _write(path: Path, profile: Profile) -> None:
         raise ProfilingError(f"{path}: {error.strerror}") from error
 
 
-def _tell_reuse(what: str, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
+def _note_reuse(source: str, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
     reporter.note(
-        f"{what}, measured {profile.measured_at or 'at an unknown time'}: it is reused (--force "
+        f"{source}, measured {profile.measured_at or 'at an unknown time'}: it is reused (--force "
         "measures again)"
     )
-    if missing := uncovered(profile, spec):
+    if missing := uncovered_choices(profile, spec):
         reporter.note(f"it did not measure {', '.join(missing)}: costs there are extrapolated")
 
 
-class Waiter:
+class RetryWaiter:
     """Retries until success or until the time is over.  `seconds`: for all waits together."""
 
     def __init__(self, seconds: float, clock: Clock, reporter: Reporter) -> None:
@@ -266,22 +268,22 @@ class Waiter:
         self._begun_at = clock.now()
         self._deadline = self._begun_at + seconds
 
-    async def for_sidecar(self, sidecar: ProfilingClient) -> None:
+    async def wait_for_sidecar(self, sidecar: ProfilingClient) -> None:
         """Waits for the sidecar.  Raises SidecarUnreachableError."""
-        await self._until(
+        await self._retry(
             f"the sidecar at {sidecar.address}", sidecar.engines, SidecarUnreachableError
         )
 
-    async def for_engine(self, engine: EngineHttp) -> None:
+    async def wait_for_engine(self, engine: EngineHttp) -> None:
         """Waits until the engine can generate.  Raises EngineUnreachableError."""
 
-        async def ready() -> None:
-            if why := await engine.why_not_ready():
-                raise EngineUnreachableError(why)
+        async def require_ready() -> None:
+            if reason := await engine.not_ready_reason():
+                raise EngineUnreachableError(reason)
 
-        await self._until(f"the engine at {engine.url}", ready, EngineUnreachableError)
+        await self._retry(f"the engine at {engine.url}", require_ready, EngineUnreachableError)
 
-    async def for_introduction(
+    async def wait_for_introduction(
         self, sidecar: ProfilingClient, engine: EngineHttp, engine_id: str
     ) -> EngineSpec:
         """Returns the engine to measure.  engine_id: "" if there is only one.
@@ -289,17 +291,17 @@ class Waiter:
         Raises EngineNotIntroducedError.
         """
 
-        async def introduced() -> EngineSpec:
+        async def find_engine() -> EngineSpec:
             return choose_engine(await sidecar.engines(), engine_id, engine.url, sidecar.address)
 
         self._deadline = min(self._deadline, self._clock.now() + _INTRODUCTION_SECONDS)
-        return await self._until(
-            "the engine's introduction to the sidecar", introduced, NotYetIntroducedError
+        return await self._retry(
+            "the engine's introduction to the sidecar", find_engine, NotYetIntroducedError
         )
 
-    async def _until(
-        self, what: str, attempt: Callable[[], Awaitable[Found]], not_yet: type[ProfilingError]
-    ) -> Found:
+    async def _retry(
+        self, subject: str, attempt: Callable[[], Awaitable[Result]], not_yet: type[ProfilingError]
+    ) -> Result:
         while True:
             try:
                 return await attempt()
@@ -308,7 +310,7 @@ class Waiter:
                 if self._clock.now() >= self._deadline:
                     text = f"{error} (waited {waited:.0f} s)" if waited >= 1 else str(error)
                     raise type(error)(text) from error
-                self._reporter.waiting(f"waiting for {what}: {error}")
+                self._reporter.waiting(f"waiting for {subject}: {error}")
             await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -63,7 +63,7 @@ Cells = dict[CellKey, Samples]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class StepSummary:
     """Median and interquartile range in seconds over `steps` steps.
 
     half_width: of the median's distribution-free 95 % confidence interval, relative to the median;
@@ -76,23 +76,27 @@ class Summary:
     half_width: float
 
 
-def without_outliers(seconds: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+def remove_outliers(seconds: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the steps that are not outliers, in ascending order."""
     values = np.sort(np.asarray(seconds, dtype=np.float64))
     median = float(np.median(values))
     deviation = _MAD_TO_SIGMA * float(np.median(np.abs(values - median)))
     limit = max(_OUTLIER_DEVIATIONS * deviation, _OUTLIER_FLOOR * median)
-    kept: NDArray[np.float64] = values[np.abs(values - median) <= limit]
-    return kept
+    inliers: NDArray[np.float64] = values[np.abs(values - median) <= limit]
+    return inliers
 
 
-def summarise(seconds: Sequence[float] | NDArray[np.float64]) -> Summary:
+def summarise(seconds: Sequence[float] | NDArray[np.float64]) -> StepSummary:
     """Summarises at least one step; outliers are left out first."""
-    kept = without_outliers(seconds)
-    n = len(kept)
-    median = float(np.median(kept))
-    low, high = np.quantile(kept, (0.25, 0.75))
+    inliers = remove_outliers(seconds)
+    n = len(inliers)
+    median = float(np.median(inliers))
+    low, high = np.quantile(inliers, (0.25, 0.75))
     # Order statistics around the median: their ranks are binomial, whatever the distribution.
     rank = math.floor((n - _Z95 * math.sqrt(n)) / 2)
-    half = (float(kept[n - 1 - rank]) - float(kept[rank])) / 2 / median if rank >= 0 else math.inf
-    return Summary(median, float(high - low), n, half)
+    half = (
+        (float(inliers[n - 1 - rank]) - float(inliers[rank])) / 2 / median
+        if rank >= 0
+        else math.inf
+    )
+    return StepSummary(median, float(high - low), n, half)

@@ -18,7 +18,7 @@ from controller.profiling.samples import CellKey, Cells
 # Candidate lengths of the long context; the longest that fits into the engine and the time is used.
 LONG_CONTEXTS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
 # Least ratio of the long context to the short one; below it there is no sweep.
-_LEAST_RATIO = 2
+_CONTEXT_RATIO_MIN = 2
 _SWEEP_LARGEST_BATCH = 8
 _SWEEP_BATCH_STEP = 4
 # Share of its time that a part of the sweep may spend on the long prefill.
@@ -78,40 +78,40 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProfilePart:
-    """A part, with one batch size.  `again`: in the second, descending pass."""
+    """A part, with one batch size.  `is_second_pass`: in the second, descending pass."""
 
     kind: PartKind
     batch_size: int
-    again: bool = False
+    is_second_pass: bool = False
 
     @property
     def name(self) -> str:
         """Returns the part's name in the file of an interrupted measurement."""
-        return f"{self.kind.value}:{self.batch_size}{':again' if self.again else ''}"
+        return f"{self.kind.value}:{self.batch_size}{':again' if self.is_second_pass else ''}"
 
 
-def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
+def context_sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
     """Returns the first drafter's smallest and middle gamma, since the context term is a scalar."""
     drafter = spec.drafters[0]
     middle = drafter.gammas[len(drafter.gammas) // 2]
     return tuple(dict.fromkeys((Arm(drafter.name, drafter.gammas[0]), Arm(drafter.name, middle))))
 
 
-def batch_sizes_for(spec: EngineSpec, wanted: Sequence[int]) -> tuple[int, ...]:
+def batch_sizes_for(spec: EngineSpec, requested: Sequence[int]) -> tuple[int, ...]:
     """Returns the batch sizes to measure, ascending.  Raises ProfilingUsageError."""
-    most = spec.max_batch_size
-    if wanted:
-        if max(wanted) > most:
+    batch_size_max = spec.max_batch_size
+    if requested:
+        if max(requested) > batch_size_max:
             raise ProfilingUsageError(
-                f"batch size {max(wanted)}: this engine runs at most {most} sequences"
+                f"batch size {max(requested)}: this engine runs at most {batch_size_max} sequences"
             )
-        return tuple(sorted(set(wanted)))
-    largest = min(most, DEFAULT_LARGEST_BATCH)
+        return tuple(sorted(set(requested)))
+    largest = min(batch_size_max, DEFAULT_LARGEST_BATCH)
     powers = {1 << i for i in range(largest.bit_length()) if 1 << i <= largest}
     return tuple(sorted(powers | {largest}))
 
 
-def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
+def profile_parts(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
     """Returns the grid, the context sweep at one or two of its batch sizes, and the grid again."""
     largest = max((b for b in batch_sizes if b <= _SWEEP_LARGEST_BATCH), default=min(batch_sizes))
     smaller = [b for b in batch_sizes if b * _SWEEP_BATCH_STEP <= largest]
@@ -119,7 +119,7 @@ def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
     return (
         *(ProfilePart(PartKind.GRID, size) for size in batch_sizes),
         *(ProfilePart(PartKind.CONTEXT, size) for size in sweep),
-        *(ProfilePart(PartKind.GRID, size, again=True) for size in reversed(batch_sizes)),
+        *(ProfilePart(PartKind.GRID, size, is_second_pass=True) for size in reversed(batch_sizes)),
     )
 
 
@@ -129,7 +129,7 @@ def is_measured(part: ProfilePart, arms: Sequence[Arm], cells: Cells, least_step
     return all(key in cells and len(cells[key]) >= least_steps for key in keys)
 
 
-def long_context(
+def long_context_tokens(
     batch_size: int,
     settings: ProfilingSettings,
     loads: LoadSource,
@@ -138,7 +138,7 @@ def long_context(
 ) -> int:
     """Returns the tokens of the sweep's long context; 0 if none fits the engine and the time."""
     for tokens in LONG_CONTEXTS:
-        if tokens < _LEAST_RATIO * settings.context_tokens:
+        if tokens < _CONTEXT_RATIO_MIN * settings.context_tokens:
             break
         affordable = batch_size * tokens * prefill_seconds_per_token <= _PREFILL_SHARE * seconds
         if affordable and loads.new_tokens_for(batch_size, tokens):
@@ -157,7 +157,7 @@ class TimeBudget:
     ) -> None:
         seconds = settings.budget_seconds * len(parts) / all_parts
         self.seconds = seconds
-        self._left = list(parts)
+        self._remaining_parts = list(parts)
         # A part of the grid has weight 1; the parts of the sweep together get their share.
         grid = sum(part.kind is PartKind.GRID for part in parts)
         share = settings.context_share
@@ -166,32 +166,36 @@ class TimeBudget:
         self._spendable = seconds * (1 - settings.spare_share)
         self._total_weight = sum(map(self._weight, parts)) or 1.0
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Starts the clock of the measurement."""
         self._begun_at = now
         self._deadline = now + self._spendable
 
-    def share(self, part: ProfilePart, now: float) -> float:
+    def part_seconds(self, part: ProfilePart, now: float) -> float:
         """Returns the seconds for the part that begins now, by its share of the remaining time."""
-        left = max(self._deadline - now, 0.0)
-        return left * self._weight(part) / sum(map(self._weight, self._left))
+        remaining_seconds = max(self._deadline - now, 0.0)
+        return (
+            remaining_seconds * self._weight(part) / sum(map(self._weight, self._remaining_parts))
+        )
 
-    def finish(self, part: ProfilePart) -> None:
+    def finish_part(self, part: ProfilePart) -> None:
         """Removes a part that is done or left out."""
-        self._left.remove(part)
+        self._remaining_parts.remove(part)
 
     def progress(self, part_share: float, now: float) -> tuple[float, float]:
         """Returns the share of the work that is done, and the remaining seconds.
 
         part_share: the share of the current part that is done.
         """
-        left = sum(map(self._weight, self._left))
-        if self._left:
-            left -= min(part_share, 1.0) * self._weight(self._left[0])
-        done = 1 - left / self._total_weight
+        remaining_weight = sum(map(self._weight, self._remaining_parts))
+        if self._remaining_parts:
+            remaining_weight -= min(part_share, 1.0) * self._weight(self._remaining_parts[0])
+        done_share = 1 - remaining_weight / self._total_weight
         by_plan = self._deadline - now
-        by_pace = (now - self._begun_at) * (1 - done) / done if done > 0 else by_plan
-        return done, min(by_pace, by_plan) if by_plan > 0 else by_pace
+        by_pace = (
+            (now - self._begun_at) * (1 - done_share) / done_share if done_share > 0 else by_plan
+        )
+        return done_share, min(by_pace, by_plan) if by_plan > 0 else by_pace
 
     def _weight(self, part: ProfilePart) -> float:
         return 1.0 if part.kind is PartKind.GRID else self._sweep_weight

@@ -8,8 +8,8 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from controller.client.channels import Credentials, CredentialsError, why_silent
-from controller.client.paging import EndlessListError, every_page_aio
+from controller.client.channels import Credentials, CredentialsError, connection_failure_reason
+from controller.client.paging import EndlessListError, collect_pages_async
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
@@ -25,7 +25,7 @@ from controller.profiling.errors import (
     ProfilingUsageError,
     SidecarUnreachableError,
 )
-from controller.util.sockets import operators_address, why_denied
+from controller.util.sockets import operators_address, permission_denied_reason
 from controller.wire.engines import engine_from_proto
 from controller.wire.reports import report_from_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -51,7 +51,7 @@ class MeasureStream:
     ) -> None:
         self._call = call
         self._engine_id = engine_id
-        self._arrived: asyncio.Queue[service_pb2.MeasureResponse] = asyncio.Queue()
+        self._responses: asyncio.Queue[service_pb2.MeasureResponse] = asyncio.Queue()
         # A separate task reads, because cancelling a read would cancel the whole call.
         self._reader = asyncio.create_task(self._read())
         self.first_epoch: int | None = None
@@ -68,7 +68,7 @@ class MeasureStream:
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._why_over() from error
+            raise await self._end_error() from error
 
     async def reports(self, wait_seconds: float) -> list[StepReport]:
         """Returns the reports since the last call; [] if none arrives within `wait_seconds`.
@@ -77,21 +77,21 @@ class MeasureStream:
         """
         try:
             async with asyncio.timeout(wait_seconds):
-                responses = [await self._arrived.get()]
+                responses = [await self._responses.get()]
         except TimeoutError:
             if self._reader.done():
-                raise await self._why_over() from None
+                raise await self._end_error() from None
             return []
-        while not self._arrived.empty():
-            responses.append(self._arrived.get_nowait())
-        found: list[StepReport] = []
+        while not self._responses.empty():
+            responses.append(self._responses.get_nowait())
+        reports: list[StepReport] = []
         for response in responses:
             if self.first_epoch is None:
                 self.first_epoch = response.forced_epoch
             self.forced_epoch = response.forced_epoch
-            found += map(report_from_proto, response.reports)
-        counting = [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
-        self.earlier_steps += len(found) - len(counting)
+            reports += map(report_from_proto, response.reports)
+        counting = [report for report in reports if report.plan_epoch >= (self.first_epoch or 0)]
+        self.earlier_steps += len(reports) - len(counting)
         return counting
 
     async def close(self) -> None:
@@ -103,11 +103,11 @@ class MeasureStream:
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                self._arrived.put_nowait(response)
+                self._responses.put_nowait(response)
         except grpc.aio.AioRpcError:
-            pass  # `_why_over` reads its status
+            pass  # `_end_error` reads its status
 
-    async def _why_over(self) -> ProfilingError:
+    async def _end_error(self) -> ProfilingError:
         details = await self._call.details()
         if await self._call.code() in _AWAY:
             return SidecarUnreachableError(
@@ -145,7 +145,7 @@ class ProfilingClient:
         Raises SidecarUnreachableError, and ProfilingError if the caller lacks the permission.
         """
         try:
-            answer = await every_page_aio(
+            answer = await collect_pages_async(
                 lambda token: self._inspection.ListEngines(
                     service_pb2.ListEnginesRequest(page_token=token),
                     timeout=_ANSWER_SECONDS,
@@ -153,7 +153,7 @@ class ProfilingClient:
                 )
             )
         except grpc.aio.AioRpcError as error:
-            raise self._away(error) from error
+            raise self._call_error(error) from error
         except EndlessListError as error:
             raise ProfilingError(f"what listens at {self.address}: {error}") from error
         return [
@@ -173,11 +173,11 @@ class ProfilingClient:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in _AWAY | _REFUSED:
-                raise self._away(error) from error
+                raise self._call_error(error) from error
             raise ProfilingError(f"the sidecar refuses the profile: {error.details()}") from error
         return list(answer.engine_ids)
 
-    async def stored(self, spec: EngineSpec) -> Profile | None:
+    async def stored_profile(self, spec: EngineSpec) -> Profile | None:
         """Returns the fleet's stored profile of this engine, None if none is available.
 
         Raises SidecarUnreachableError, and ProfilingError for a profile of another engine.
@@ -192,7 +192,7 @@ class ProfilingClient:
             profile.require_match(spec.fingerprint, spec.drafters)
         except grpc.aio.AioRpcError as error:
             if error.code() in _AWAY and "redis" not in (error.details() or ""):
-                raise self._away(error) from error
+                raise self._call_error(error) from error
             return None
         except (InvalidProfileError, ProfileMismatchError) as error:
             raise ProfilingError(
@@ -201,7 +201,7 @@ class ProfilingClient:
         return profile
 
     @asynccontextmanager
-    async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:
+    async def open_measurement(self, engine_id: str) -> AsyncIterator[MeasureStream]:
         """Opens a measurement of an engine for the block; normal planning resumes afterwards."""
         stream = MeasureStream(self._profiling.Measure(metadata=self._metadata), engine_id)
         try:
@@ -209,7 +209,7 @@ class ProfilingClient:
         finally:
             await stream.close()
 
-    def _away(self, error: grpc.aio.AioRpcError) -> SpeculationError:
+    def _call_error(self, error: grpc.aio.AioRpcError) -> SpeculationError:
         if error.code() in _REFUSED:
             return CallerDeniedError(f"the sidecar at {self.address} refuses: {error.details()}")
         if error.code() not in _AWAY:
@@ -218,12 +218,12 @@ class ProfilingClient:
                 f"{error.details()}"
             )
         address = operators_address(self.address)
-        if denied := why_denied(address):
-            return CallerDeniedError(f"{address}: {denied}")
+        if denied_reason := permission_denied_reason(address):
+            return CallerDeniedError(f"{address}: {denied_reason}")
         if self.address.startswith("unix:"):
             return SidecarUnreachableError(
                 f"no sidecar listens at {self.address}: start one with "
                 f"`controller serve --address {self.address}`, or name its socket with --sidecar"
             )
-        why = why_silent(self.address, error.details())
-        return SidecarUnreachableError(f"no sidecar answers at {self.address}: {why}")
+        reason = connection_failure_reason(self.address, error.details())
+        return SidecarUnreachableError(f"no sidecar answers at {self.address}: {reason}")

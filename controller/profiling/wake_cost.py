@@ -18,46 +18,48 @@ from numpy.typing import NDArray
 
 from controller.core.cost.catch_up_cost import DrafterBacklog
 from controller.core.cost.profile import ProfileCell
-from controller.core.engine_spec import Arm, EngineSpec, kept_together
+from controller.core.engine_spec import Arm, EngineSpec, drafters_in_sync
 from controller.core.step_report import StepReport
 
 # Least number of wake-ups for an estimate.
-_LEAST_WAKINGS = 5
+_WAKE_UPS_MIN = 5
 # A step that takes this many times its cell's time was disturbed by something else.
-_WILD = 4.0
+_OUTLIER_RATIO = 4.0
 # Weight of the assumed pass, in wake-ups.
-_ASSUMED_WAKINGS = 4.0
+_ASSUMED_PASS_WEIGHT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """A step that first read `backlog` missed tokens."""
+    """A step that first read `backlog_tokens` missed tokens."""
 
     arm: Arm
     batch_size: int
     kv_tokens: int
-    backlog: float
+    backlog_tokens: float
     seconds: float
 
 
-class WakeUps:
+class WakeUpRecorder:
     """Collects the wake-ups from all reports, in order."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._found: list[WakeUp] = []
+        self._wake_ups: list[WakeUp] = []
         self.begin_load()
 
     def begin_load(self) -> None:
         """Resets the backlog: the requests of the load before have ended."""
         names = [drafter.name for drafter in self._spec.drafters]
-        self._backlog = DrafterBacklog(names, self._spec.able, kept_together(self._spec.drafters))
+        self._backlog = DrafterBacklog(
+            names, self._spec.remaining_capabilities, drafters_in_sync(self._spec.drafters)
+        )
 
     def observe(self, report: StepReport) -> None:
         """Takes the report of any step."""
         backlog = self._backlog.observe(report)
-        if backlog and not (report.flags.distorts_cost or report.flags.unsteered):
-            self._found.append(
+        if backlog and not (report.flags.is_unusable_for_cost or report.flags.unsteered):
+            self._wake_ups.append(
                 WakeUp(
                     report.arm, report.batch_size, report.kv_tokens, backlog, report.step_seconds
                 )
@@ -71,46 +73,63 @@ class WakeUps:
         Returns (0, 0) if there are too few.  cells: the fitted grid, at `kv_per_sequence` tokens of
         context.  Least squares, with a ridge penalty on the difference to the assumed pass.
         """
-        plain = {(cell.arm, cell.batch_size): cell.step_seconds for cell in cells}
-        missed, beyond, passes = [], [], []
-        for waking in self._found:
-            usual = plain.get((waking.arm, waking.batch_size))
-            if usual is None:
+        step_seconds = {(cell.arm, cell.batch_size): cell.step_seconds for cell in cells}
+        backlogs, extra_seconds, pass_seconds = [], [], []
+        for wake_up in self._wake_ups:
+            expected_seconds = step_seconds.get((wake_up.arm, wake_up.batch_size))
+            if expected_seconds is None:
                 continue
-            more = waking.kv_tokens - waking.batch_size * kv_per_sequence
-            usual += seconds_per_kv_token * more
-            if waking.seconds < _WILD * usual:
-                missed.append(waking.backlog)
-                beyond.append(waking.seconds - usual)
-                passes.append(_pass_seconds(cells, waking.arm.drafter))
-        if len(missed) < _LEAST_WAKINGS:
+            extra_kv_tokens = wake_up.kv_tokens - wake_up.batch_size * kv_per_sequence
+            expected_seconds += seconds_per_kv_token * extra_kv_tokens
+            if wake_up.seconds < _OUTLIER_RATIO * expected_seconds:
+                backlogs.append(wake_up.backlog_tokens)
+                extra_seconds.append(wake_up.seconds - expected_seconds)
+                pass_seconds.append(_pass_seconds(cells, wake_up.arm.drafter))
+        if len(backlogs) < _WAKE_UPS_MIN:
             return 0.0, 0
-        return max(0.0, _slope(np.array(missed), np.array(beyond), np.array(passes))), len(missed)
+        return max(
+            0.0,
+            _seconds_per_token(np.array(backlogs), np.array(extra_seconds), np.array(pass_seconds)),
+        ), len(backlogs)
 
 
 def _pass_seconds(cells: Sequence[ProfileCell], drafter: str) -> float:
     """Returns an upper bound of the seconds of a drafter pass; 0 if the grid does not show it."""
-    least = min(cell.batch_size for cell in cells)
-    plain = [cell.step_seconds for cell in cells if cell.batch_size == least and not cell.gamma]
-    drafts = {
+    smallest_batch = min(cell.batch_size for cell in cells)
+    plain_seconds = [
+        cell.step_seconds for cell in cells if cell.batch_size == smallest_batch and not cell.gamma
+    ]
+    draft_seconds = {
         cell.gamma: cell.step_seconds
         for cell in cells
-        if cell.batch_size == least and cell.gamma and cell.drafter == drafter
+        if cell.batch_size == smallest_batch and cell.gamma and cell.drafter == drafter
     }
-    return max(0.0, drafts[min(drafts)] - min(plain)) if plain and drafts else 0.0
+    return (
+        max(0.0, draft_seconds[min(draft_seconds)] - min(plain_seconds))
+        if plain_seconds and draft_seconds
+        else 0.0
+    )
 
 
-def _slope(
-    missed: NDArray[np.float64], beyond: NDArray[np.float64], passes: NDArray[np.float64]
+def _seconds_per_token(
+    backlogs: NDArray[np.float64],
+    extra_seconds: NDArray[np.float64],
+    pass_seconds: NDArray[np.float64],
 ) -> float:
     """Returns seconds per token.  All arrays: [wake-ups].  A pass is in [0, the assumed time]."""
-    wakings = len(missed) + _ASSUMED_WAKINGS
-    rest = beyond - passes
-    spread = wakings * (missed @ missed) - missed.sum() ** 2
-    slope = float((wakings * (missed @ rest) - missed.sum() * rest.sum()) / spread)
-    differs = float(rest.sum() - slope * missed.sum()) / wakings
-    if differs >= 0:
-        return float(missed @ rest / (missed @ missed))
-    if differs <= -float(passes.mean()):
-        return float(missed @ beyond / (missed @ missed))
+    wake_up_weight = len(backlogs) + _ASSUMED_PASS_WEIGHT
+    unexplained_seconds = extra_seconds - pass_seconds
+    spread = wake_up_weight * (backlogs @ backlogs) - backlogs.sum() ** 2
+    slope = float(
+        (
+            wake_up_weight * (backlogs @ unexplained_seconds)
+            - backlogs.sum() * unexplained_seconds.sum()
+        )
+        / spread
+    )
+    pass_excess = float(unexplained_seconds.sum() - slope * backlogs.sum()) / wake_up_weight
+    if pass_excess >= 0:
+        return float(backlogs @ unexplained_seconds / (backlogs @ backlogs))
+    if pass_excess <= -float(pass_seconds.mean()):
+        return float(backlogs @ extra_seconds / (backlogs @ backlogs))
     return slope

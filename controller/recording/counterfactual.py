@@ -22,14 +22,14 @@ from controller.core.errors import SpeculationError
 from controller.core.plan import Plan, Reason
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-from controller.recording.recording import Moment, Opening
-from controller.recording.replay import ReplayClock, guarded, rebuilt
+from controller.recording.recording import Opening, RecordedEvent
+from controller.recording.replay import ReplayClock, apply_checked, rebuild_core
 from controller.recording.segments import RecordingError
 
 # A position with fewer observations counts as unobserved.
-_SEEN_EXPOSURES = 8.0
+_EXPOSURES_MIN = 8.0
 # Number of stretches that are kept; further ones are only counted.
-_STRETCHES_MAX = 10_000
+_STRETCHES_KEPT_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Totals:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stretch(Totals):
+class DifferingStretch(Totals):
     """Consecutive steps for which the changed core chooses another arm.
 
     wall_seconds: Unix time of the first step.  seconds: sum over all.  reason: of the row in the
@@ -113,7 +113,7 @@ class Comparison(Totals):
     differing: int = 0
     observed_tokens: int = 0
     observed_seconds: float = 0.0
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[DifferingStretch] = field(default_factory=list)
     more_stretches: int = 0
 
     @property
@@ -132,114 +132,143 @@ class Counterfactual:
 
     def __init__(self, change: CounterfactualChange) -> None:
         self._change = change
-        self.found = Comparison()
+        self.comparison = Comparison()
         self._clock = ReplayClock()
-        self._other: EngineController | None = None
+        self._changed_core: EngineController | None = None
         self._arms: dict[Arm, int] = {}
-        self._at: Stretch | None = None
+        self._stretch_now: DifferingStretch | None = None
 
-    def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
+    def on_segment(
+        self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool
+    ) -> None:
         """Rebuilds the second core after a gap; it continues through consecutive segments."""
         del wall_seconds
         if not restarts:
             return
         self._clock.set(seconds)
         settings = self._change.settings(opening.planner)
-        other = rebuilt(opening, self._clock, settings)
+        changed_core = rebuild_core(opening, self._clock, settings)
         if self._change.profile is not None:
             try:
-                other.use_profile(self._change.profile)
+                changed_core.use_profile(self._change.profile)
             except SpeculationError as error:
                 raise RecordingError(str(error)) from error
         if settings != opening.planner or self._change.profile is not None:
             # So that the plan of the first step is already the changed one.
-            other.force(None)
-        self._other = other
-        self._arms = {arm: i for i, arm in enumerate(other.arms)}
-        self._at = None
+            changed_core.force_arm(None)
+        self._changed_core = changed_core
+        self._arms = {arm: i for i, arm in enumerate(changed_core.arms)}
+        self._stretch_now = None
 
-    def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
+    def before_event(
+        self, moment: RecordedEvent, wall_seconds: float, core: EngineController
+    ) -> None:
         """Compares the choices of both cores for the step, then passes it to the second core."""
-        other = self._other
-        assert other is not None
+        changed_core = self._changed_core
+        assert changed_core is not None
         self._clock.set(moment.seconds)
         match moment.kind:
             case "report":
-                [report] = moment.told
-                self._compare(report, wall_seconds, core, other)
-                moment = replace(moment, told=(_as_of(report, other),))
+                [report] = moment.arguments
+                self._compare(report, wall_seconds, core, changed_core)
+                moment = replace(moment, arguments=(_with_own_probe(report, changed_core),))
             case "force":
-                self._at = None
+                self._stretch_now = None
             case "settings":
-                planner, training = moment.told
-                moment = replace(moment, told=(self._change.settings(planner), training))
+                planner, training = moment.arguments
+                moment = replace(moment, arguments=(self._change.settings(planner), training))
         if not (moment.kind == "profile" and self._change.profile is not None):
-            guarded(other, moment, "the other choice")
+            apply_checked(changed_core, moment, "the other choice")
 
     def _compare(
-        self, report: StepReport, wall: float, core: EngineController, other: EngineController
+        self,
+        report: StepReport,
+        wall: float,
+        core: EngineController,
+        changed_core: EngineController,
     ) -> None:
-        found = self.found
+        comparison = self.comparison
         if core.current_plan().reason is Reason.PROFILING:
-            found.measured += 1
+            comparison.measured += 1
             return
         batch = report.batch_size
-        mine, theirs = _row(core.current_plan(), batch), _row(other.current_plan(), batch)
-        planned = self._priced(mine, report, core), self._priced(theirs, report, core)
-        found.add(*planned)
-        found.observed_tokens += report.generated_tokens
-        found.observed_seconds += report.step_seconds
-        if mine == theirs:
-            self._at = None
+        recorded_arm, changed_arm = (
+            _planned_arm(core.current_plan(), batch),
+            _planned_arm(changed_core.current_plan(), batch),
+        )
+        estimates = (
+            self._estimate(recorded_arm, report, core),
+            self._estimate(changed_arm, report, core),
+        )
+        comparison.add(*estimates)
+        comparison.observed_tokens += report.generated_tokens
+        comparison.observed_seconds += report.step_seconds
+        if recorded_arm == changed_arm:
+            self._stretch_now = None
             return
-        at = self._stretch(mine, theirs, wall, other.current_plan(), batch)
-        unseen = _is_unseen(theirs, core)
-        found.differing += 1
-        found.unseen += unseen
-        at.add(*planned)
-        at.unseen += unseen
-        at.seconds += report.step_seconds
-        at.batch_min, at.batch_max = min(at.batch_min, batch), max(at.batch_max, batch)
+        stretch = self._current_stretch(
+            recorded_arm, changed_arm, wall, changed_core.current_plan(), batch
+        )
+        unseen = _is_unseen(changed_arm, core)
+        comparison.differing += 1
+        comparison.unseen += unseen
+        stretch.add(*estimates)
+        stretch.unseen += unseen
+        stretch.seconds += report.step_seconds
+        stretch.batch_min, stretch.batch_max = (
+            min(stretch.batch_min, batch),
+            max(stretch.batch_max, batch),
+        )
 
-    def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
+    def _estimate(
+        self, arm: Arm, report: StepReport, core: EngineController
+    ) -> tuple[float, float]:
         """Returns the (tokens, seconds) of the step with this arm, as estimated at that time."""
-        made, index = core.decision, self._arms[arm]
-        expected = float(made.values.expected[index, made.at.row_of(report.batch_size)])
-        seconds = core.cost.predict(index, report.batch_size, report.kv_tokens)
+        decision, index = core.decision, self._arms[arm]
+        expected = float(
+            decision.values.expected_accepted[index, decision.constraints.row_of(report.batch_size)]
+        )
+        seconds = core.cost_model.predict(index, report.batch_size, report.kv_tokens)
         return report.decoded_rows * (1 + expected), seconds
 
-    def _stretch(self, mine: Arm, theirs: Arm, wall: float, plan: Plan, batch: int) -> Stretch:
-        at, found = self._at, self.found
-        if at is not None and (at.recorded, at.other) == (mine, theirs):
-            return at
+    def _current_stretch(
+        self, recorded_arm: Arm, changed_arm: Arm, wall: float, plan: Plan, batch: int
+    ) -> DifferingStretch:
+        stretch, comparison = self._stretch_now, self.comparison
+        if stretch is not None and (stretch.recorded, stretch.other) == (recorded_arm, changed_arm):
+            return stretch
         reason = plan.row_for(batch).reason.value
-        self._at = at = Stretch(
-            wall_seconds=wall, recorded=mine, other=theirs, reason=reason, batch_min=batch
+        self._stretch_now = stretch = DifferingStretch(
+            wall_seconds=wall,
+            recorded=recorded_arm,
+            other=changed_arm,
+            reason=reason,
+            batch_min=batch,
         )
-        if len(found.stretches) < _STRETCHES_MAX:
-            found.stretches.append(at)
+        if len(comparison.stretches) < _STRETCHES_KEPT_MAX:
+            comparison.stretches.append(stretch)
         else:
-            found.more_stretches += 1
-        return at
+            comparison.more_stretches += 1
+        return stretch
 
 
 def _curve(arm: Arm, core: EngineController) -> AcceptanceCurve:
     """Returns the curve of the arm's drafter that the core's last decision used."""
-    return core.decision.values.traffic.batch[arm.drafter]
+    return core.decision.values.traffic.last_batch[arm.drafter]
 
 
 def _is_unseen(arm: Arm, core: EngineController) -> bool:
     exposures = _curve(arm, core).exposures
-    return arm.gamma > 0 and exposures[arm.gamma - 1] < _SEEN_EXPOSURES
+    return arm.gamma > 0 and exposures[arm.gamma - 1] < _EXPOSURES_MIN
 
 
-def _row(plan: Plan, batch_size: int) -> Arm:
+def _planned_arm(plan: Plan, batch_size: int) -> Arm:
     return plan.row_for(batch_size).arm
 
 
-def _as_of(report: StepReport, core: EngineController) -> StepReport:
+def _with_own_probe(report: StepReport, core: EngineController) -> StepReport:
     """Returns the report with the id of the second core's running probe, if that runs this arm."""
-    running = core.explorer.running
+    running = core.explorer.running_probe
     probe = 0
     if running is not None and running[1].arm == report.arm:
         probe = running[1].probe_id

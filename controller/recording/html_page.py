@@ -39,17 +39,17 @@ p.small { opacity: .75; font-size: .9rem; } code { font-size: .9em; }
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class HighlightedCell:
     """A highlighted cell."""
 
     kind: Literal["good", "bad"]
-    word: str
+    text: str
 
 
-Cell: TypeAlias = str | Marked
+Cell: TypeAlias = str | HighlightedCell
 
 
-def page(title: str, body: str) -> str:
+def html_document(title: str, body: str) -> str:
     """Returns the HTML of a page.  body: HTML.  title: plain text."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -59,7 +59,7 @@ def page(title: str, body: str) -> str:
     )
 
 
-def table(
+def html_table(
     head: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     *,
@@ -70,7 +70,7 @@ def table(
     cells = "".join(f"<th scope=col>{escape(text)}</th>" for text in head)
     body = "".join(
         f"<tr{' class=ours' if i < len(marked) and marked[i] else ''}>"
-        f"{''.join(map(_cell, row))}</tr>"
+        f"{''.join(map(_cell_html, row))}</tr>"
         for i, row in enumerate(rows)
     )
     # A scrollable region must be reachable by the keyboard.
@@ -80,9 +80,9 @@ def table(
     )
 
 
-def _cell(cell: Cell) -> str:
-    if isinstance(cell, Marked):
-        return f"<td class={cell.kind}>{escape(cell.word)}</td>"
+def _cell_html(cell: Cell) -> str:
+    if isinstance(cell, HighlightedCell):
+        return f"<td class={cell.kind}>{escape(cell.text)}</td>"
     return f"<td>{escape(cell)}</td>"
 
 
@@ -111,7 +111,7 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def svg(figure: "Figure", title: str) -> str:
+def inline_svg(figure: "Figure", title: str) -> str:
     """Renders a figure as inline SVG; title: the text for screen readers."""
     import matplotlib as mpl
 

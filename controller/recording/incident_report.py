@@ -2,16 +2,25 @@
 
 from collections.abc import Iterator
 from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import controller
 from controller.core.engine_spec import Arm
-from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table, time_text
+from controller.recording.html_page import (
+    Cell,
+    HighlightedCell,
+    html_document,
+    html_table,
+    inline_svg,
+    new_figure,
+    time_text,
+)
 from controller.recording.replay import ReplayVerdict
-from controller.recording.window import Began, Window, changed_constants
-from controller.wire.override_text import rule_text, scope_text, word_of
+from controller.recording.window import SessionStart, Window, changed_constants
+from controller.wire.override_text import enum_name, rule_text, scope_text
 from speculation.v1 import record_pb2
 
 _DROPPED = record_pb2.RECORD_NOTE_KIND_DROPPED
@@ -25,43 +34,45 @@ _COLOURS = (
 )  # fmt: skip
 
 
-def render_ticket(window: Window, verdict: ReplayVerdict) -> str:
+def render_incident_report(window: Window, verdict: ReplayVerdict) -> str:
     """Renders the page.  Raises MissingPlotsError when matplotlib is not installed."""
-    return page(f"{verdict.engine_id}: recorded decisions", "\n".join(_body(window, verdict)))
+    return html_document(
+        f"{verdict.engine_id}: recorded decisions", "\n".join(_sections(window, verdict))
+    )
 
 
-def _body(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
+def _sections(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
     yield f"<h1>{escape(verdict.engine_id)}: decisions and their reasons</h1>"
     yield (
         f"<p class=small>{time_text(verdict.began_at)} to {time_text(verdict.ended_at)} (UTC), "
         f"page made by version {escape(controller.__version__)}</p>"
     )
-    yield table(("", ""), list(_summary(window, verdict)), label="summary")
+    yield html_table(("", ""), list(_summary_rows(window, verdict)), label="summary")
     yield "<h2>Over time</h2>"
-    yield timeline(window) or "<p>No step was recorded.</p>"
+    yield timeline_svg(window) or "<p>No step was recorded.</p>"
     yield (
         "<p class=small>Means over time bins. Step times exclude steps after gaps, first uses of a "
         "graph and updates. Dashed: an override began or ended. Red: without a valid lease.</p>"
     )
     yield "<h2>Overrides</h2>"
-    yield _overrides(window)
+    yield _overrides_table(window)
     yield "<h2>Trouble</h2>"
-    yield _trouble(window, verdict)
+    yield _trouble_tables(window, verdict)
     yield "<h2>Predicted against observed</h2>"
-    yield _prices(window)
+    yield _predictions_table(window)
     if window.classes:
         yield "<h2>Request classes</h2>"
-        yield _classes(window)
+        yield _classes_table(window)
     yield "<h2>Reasons</h2>"
-    yield _reasons(window)
+    yield _reasons_table(window)
     yield "<h2>Settings and versions</h2>"
-    for began in window.sessions[-_ROWS_MAX:]:
-        yield _session(began)
-    yield _details("Plans", _plans(window))
-    yield _details("Log", _log(window))
+    for session in window.sessions[-_ROWS_MAX:]:
+        yield _session_tables(session)
+    yield _details("Plans", _plans_table(window))
+    yield _details("Log", _log_table(window))
 
 
-def _summary(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cell]]:
+def _summary_rows(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cell]]:
     steps = window.steps
     seconds = float(np.sum(steps.seconds)) if steps else 0.0
     tokens = float(np.sum(steps.tokens)) if steps else 0.0
@@ -70,17 +81,17 @@ def _summary(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cel
     yield "tokens per second of step time", f"{tokens / seconds:.1f}" if seconds else "-"
     yield "plans", str(window.plan_count)
     yield "segments, sessions", f"{verdict.segments}, {verdict.sessions}"
-    same = "the same, bit by bit" if verdict.is_same else f"{verdict.differences} differences"
-    yield "replayed for this page", Marked("good" if verdict.is_same else "bad", same)
+    outcome = "the same, bit by bit" if verdict.is_same else f"{verdict.differences} differences"
+    yield "replayed for this page", HighlightedCell("good" if verdict.is_same else "bad", outcome)
     if verdict.first is not None:
         yield "the first difference", verdict.first.text
 
 
-def _overrides(window: Window) -> str:
-    if not window.spells:
+def _overrides_table(window: Window) -> str:
+    if not window.override_intervals:
         return "<p>No override was in force.</p>"
     rows = []
-    for spell in window.spells[-_ROWS_MAX:]:
+    for spell in window.override_intervals[-_ROWS_MAX:]:
         term, override = spell.term, spell.term.override
         rows.append(
             (
@@ -92,33 +103,45 @@ def _overrides(window: Window) -> str:
             )
         )  # fmt: skip
     head = ("id", "author", "reason", "scope", "demands", "from", "until", "would expire")
-    return table(head, rows, label="overrides")
+    return html_table(head, rows, label="overrides")
 
 
-def _trouble(window: Window, verdict: ReplayVerdict) -> str:
+def _trouble_tables(window: Window, verdict: ReplayVerdict) -> str:
     rows: list[tuple[Cell, Cell, Cell]] = []
-    alone = sum(stretch.steps for stretch in window.alone)
+    unsteered_steps = sum(stretch.steps for stretch in window.unsteered_intervals)
     for name, count, detail in (
-        ("steps without a valid lease", alone, f"{len(window.alone)} intervals"),
+        (
+            "steps without a valid lease",
+            unsteered_steps,
+            f"{len(window.unsteered_intervals)} intervals",
+        ),
         (
             "reports dropped by the engine's agent",
-            window.noted[record_pb2.RECORD_NOTE_KIND_DROPPED],
+            window.note_counts[record_pb2.RECORD_NOTE_KIND_DROPPED],
             "",
         ),
-        ("reports refused", window.noted[record_pb2.RECORD_NOTE_KIND_REJECTED], _refusals(window)),
+        (
+            "reports refused",
+            window.note_counts[record_pb2.RECORD_NOTE_KIND_REJECTED],
+            _refusals(window),
+        ),
         ("records that the sidecar dropped", verdict.lost, ""),
         ("gaps in the recording", len(verdict.gaps), "; ".join(map(": ".join, verdict.gaps[:5]))),
     ):
-        rows.append((name, Marked("bad" if count else "good", str(count)), detail))
-    found = table(("what", "count", ""), rows, label="trouble")
-    if not window.alone:
-        return found
+        rows.append((name, HighlightedCell("bad" if count else "good", str(count)), detail))
+    counts_table = html_table(("what", "count", ""), rows, label="trouble")
+    if not window.unsteered_intervals:
+        return counts_table
     stretches = [
-        (time_text(one.began_at), f"{one.ended_at - one.began_at:.3f}", str(one.steps))
-        for one in window.alone[-_ROWS_MAX:]
+        (
+            time_text(interval.began_at),
+            f"{interval.ended_at - interval.began_at:.3f}",
+            str(interval.steps),
+        )
+        for interval in window.unsteered_intervals[-_ROWS_MAX:]
     ]
-    lost = table(("from", "seconds", "steps"), stretches, label="steps without a lease")
-    return found + _details("Without a valid lease", lost)
+    lost = html_table(("from", "seconds", "steps"), stretches, label="steps without a lease")
+    return counts_table + _details("Without a valid lease", lost)
 
 
 def _refusals(window: Window) -> str:
@@ -126,58 +149,60 @@ def _refusals(window: Window) -> str:
     return "; ".join(list(dict.fromkeys(texts))[:3])
 
 
-def _prices(window: Window) -> str:
+def _predictions_table(window: Window) -> str:
     steps = window.steps
-    arms, usual = np.array(steps.arm, dtype=np.int64), np.array(steps.odd) == 0
+    arms, usual = np.array(steps.arm, dtype=np.int64), np.array(steps.distorted) == 0
     seconds, predicted = np.array(steps.seconds), np.array(steps.predicted)
     tokens, decoded = np.array(steps.tokens), np.array(steps.decoded)
     rows = []
-    for i in sorted(range(len(window.arms)), key=lambda i: _order(window.arms[i])):
-        mine = arms == i
-        counted = mine & usual
+    for i in sorted(range(len(window.arms)), key=lambda i: _arm_order(window.arms[i])):
+        is_arm = arms == i
+        is_counted = is_arm & usual
         priced: tuple[str, ...] = ("-", "-", "-", "-")
-        if counted.any():
-            off = np.abs(seconds[counted] / predicted[counted] - 1)
+        if is_counted.any():
+            relative_error = np.abs(seconds[is_counted] / predicted[is_counted] - 1)
             priced = (
-                f"{1e3 * np.median(predicted[counted]):.3f}",
-                f"{1e3 * np.median(seconds[counted]):.3f}",
-                f"{np.median(seconds[counted] / predicted[counted]):.3f}",
-                f"{np.median(off):.1%}",
+                f"{1e3 * np.median(predicted[is_counted]):.3f}",
+                f"{1e3 * np.median(seconds[is_counted]):.3f}",
+                f"{np.median(seconds[is_counted] / predicted[is_counted]):.3f}",
+                f"{np.median(relative_error):.1%}",
             )
-        gain = tokens[mine].sum() / max(decoded[mine].sum(), 1)
-        rows.append((_arm(window.arms[i]), str(int(mine.sum())), *priced, f"{gain:.2f}"))
+        tokens_per_row = tokens[is_arm].sum() / max(decoded[is_arm].sum(), 1)
+        rows.append(
+            (_arm_text(window.arms[i]), str(int(is_arm.sum())), *priced, f"{tokens_per_row:.2f}")
+        )
     head = (
         "arm", "steps", "predicted ms", "observed ms", "observed ÷ predicted", "typical error",
         "tokens per sequence and step",
     )  # fmt: skip
-    return table(head, rows, label="predicted and observed step seconds") + (
+    return html_table(head, rows, label="predicted and observed step seconds") + (
         "<p class=small>Medians; predicted just before each step, at its batch and context.</p>"
     )
 
 
-def _classes(window: Window) -> str:
-    found = sorted(window.classes.items(), key=lambda item: -item[1].sequences)
+def _classes_table(window: Window) -> str:
+    classes = sorted(window.classes.items(), key=lambda item: -item[1].sequences)
     rows = [
         (
             label,
             str(counters.sequences),
             f"{1 + counters.accepted / max(counters.sequences, 1):.2f}",
         )
-        for label, counters in found[:_ROWS_MAX]
+        for label, counters in classes[:_ROWS_MAX]
     ]
-    return table(("class", "sequences", "tokens per sequence and step"), rows, label="classes")
+    return html_table(("class", "sequences", "tokens per sequence and step"), rows, label="classes")
 
 
-def _reasons(window: Window) -> str:
+def _reasons_table(window: Window) -> str:
     total = max(1, window.reasons.total())
-    rows = [(why, str(n), f"{n / total:.1%}") for why, n in window.reasons.most_common()]
-    return table(("reason", "steps", "share"), rows, label="reasons")
+    rows = [(reason, str(n), f"{n / total:.1%}") for reason, n in window.reasons.most_common()]
+    return html_table(("reason", "steps", "share"), rows, label="reasons")
 
 
-def _session(began: Began) -> str:
-    spec, target = began.spec, began.spec.fingerprint
+def _session_tables(session: SessionStart) -> str:
+    spec, target = session.spec, session.spec.fingerprint
     rows = [
-        ("session started or first recorded", time_text(began.wall)),
+        ("session started or first recorded", time_text(session.wall_seconds)),
         ("model", f"{target.target_model} {target.target_revision}".rstrip()),
         ("engine", f"{target.engine} {target.engine_version}".rstrip()),
         ("device", target.device or "-"),
@@ -186,63 +211,66 @@ def _session(began: Began) -> str:
             for d in spec.drafters
         ),
         ("largest batch", str(spec.max_batch_size)),
-        ("costs", f"profile {began.profile_id}" if began.profile_id else began.cost_source),
-        *sorted(began.versions.items()),
+        ("costs", f"profile {session.profile_id}" if session.profile_id else session.cost_source),
+        *sorted(session.versions.items()),
     ]
-    changed = changed_constants(began.planner)
-    said = ", ".join(f"{name} = {value}" for name, value in changed.items()) or "the defaults"
-    rows.append(("planner", said))
-    every = table(
-        ("constant", "value"), [(n, str(v)) for n, v in began.planner.items()], label="constants"
+    changed = changed_constants(session.planner)
+    changed_text = (
+        ", ".join(f"{name} = {value}" for name, value in changed.items()) or "the defaults"
     )
-    found = table(("", ""), rows, label="session")
-    return found + _details("All constants of the planner", every)
+    rows.append(("planner", changed_text))
+    constants_table = html_table(
+        ("constant", "value"), [(n, str(v)) for n, v in session.planner.items()], label="constants"
+    )
+    session_table = html_table(("", ""), rows, label="session")
+    return session_table + _details("All constants of the planner", constants_table)
 
 
-def _plans(window: Window) -> str:
+def _plans_table(window: Window) -> str:
     rows = [
         (
-            time_text(p.wall), str(p.epoch), p.reason, str(p.batch), _arm(p.arm), p.regime,
+            time_text(p.wall_seconds), str(p.epoch), p.reason, str(p.batch), _arm_text(p.arm),
+            p.regime,
             p.detail,
         )
         for p in window.plans[-_ROWS_MAX:]
     ]  # fmt: skip
     head = ("when", "epoch", "reason", "B", "arm", "regime", "detail")
-    left = window.plan_count - len(rows)
-    return table(head, rows, label="plans") + (
-        f"<p class=small>{left} earlier plans are not shown.</p>" if left else ""
+    hidden_count = window.plan_count - len(rows)
+    return html_table(head, rows, label="plans") + (
+        f"<p class=small>{hidden_count} earlier plans are not shown.</p>" if hidden_count else ""
     )
 
 
-def _log(window: Window) -> str:
+def _log_table(window: Window) -> str:
     notes = []
     for wall, note in window.notes:
-        kind = word_of(note, "kind", "RECORD_NOTE_KIND_").replace("-", " ")
+        kind = enum_name(note, "kind", "RECORD_NOTE_KIND_").replace("-", " ")
         notes.append((wall, f"{kind} {note.count or ''} {note.text}"))
-    rows = [(time_text(wall), text) for wall, text in sorted([*notes, *window.inputs])]
-    return table(("when", "what"), rows[-_ROWS_MAX:], label="log")
+    rows = [(time_text(wall), text) for wall, text in sorted([*notes, *window.input_log])]
+    return html_table(("when", "what"), rows[-_ROWS_MAX:], label="log")
 
 
 def _details(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
-def _arm(arm: Arm) -> str:
+def _arm_text(arm: Arm) -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def _order(arm: Arm) -> tuple[str, int]:
+def _arm_order(arm: Arm) -> tuple[str, int]:
     return arm.drafter, arm.gamma
 
 
-def timeline(window: Window) -> str:
+def timeline_svg(window: Window) -> str:
     """Plots draft length by drafter, batch, acceptance and step seconds; "" without a step."""
     if not window.steps:
         return ""
-    wall = np.array(window.steps.wall)
+    wall = np.array(window.steps.wall_seconds)
     seconds = wall - wall[0]
-    which = _bins(seconds)
-    points = np.array([float(seconds[part].mean()) for part in which])
+    bins = _bins(seconds)
+    points = np.array([float(seconds[part].mean()) for part in bins])
     arms = np.array(window.steps.arm)
     gammas = np.array([arm.gamma for arm in window.arms])[arms]
     names = list(dict.fromkeys(arm.drafter for arm in window.arms))
@@ -254,39 +282,49 @@ def timeline(window: Window) -> str:
     figure = new_figure(9.5, 8.0)
     draft, size, gain, price = figure.subplots(4, 1, sharex=True)
     for i, name in enumerate(names):
-        mine = _means(which, gammas, drafter == i)
+        drafter_gammas = _means(bins, gammas, drafter == i)
         colour = _COLOURS[i % len(_COLOURS)]
-        draft.plot(points, mine, ".-", color=colour, label=plain(name), markersize=3, linewidth=1)
+        draft.plot(
+            points,
+            drafter_gammas,
+            ".-",
+            color=colour,
+            label=plot_label(name),
+            markersize=3,
+            linewidth=1,
+        )
     draft.set_ylabel("draft length")
     draft.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
-    size.plot(points, _means(which, batch), color="#555555")
+    size.plot(points, _means(bins, batch), color="#555555")
     size.set_ylabel("batch size")
-    gain.plot(points, _means(which, gained, decoded > 0), color=_COLOURS[0])
+    gain.plot(points, _means(bins, gained, decoded > 0), color=_COLOURS[0])
     gain.set_ylabel("tokens a\nsequence and step")
-    usual = np.array(window.steps.odd) == 0
+    usual = np.array(window.steps.distorted) == 0
     for values, colour, name in (
         (window.steps.seconds, _COLOURS[2], "observed"),
         (window.steps.predicted, _COLOURS[1], "predicted"),
     ):
-        line = 1e3 * _means(which, np.array(values), usual)
+        line = 1e3 * _means(bins, np.array(values), usual)
         price.plot(points, line, color=colour, label=name, linewidth=1)
     price.set_ylabel("step, ms")
     price.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
     price.set_xlabel("seconds since the first step")
     for axes in (draft, size, gain, price):
         axes.grid(alpha=0.3)
-        _mark(axes, window, float(wall[0]))
-    return svg(figure, "draft length, batch size, tokens a step and step seconds over time")
+        _mark_events(axes, window, float(wall[0]))
+    return inline_svg(figure, "draft length, batch size, tokens a step and step seconds over time")
 
 
-def _mark(axes: object, window: Window, start: float) -> None:
+def _mark_events(axes: Any, window: Window, start: float) -> None:
     """Draws changes of overrides as lines, and steps without a lease as areas."""
-    for spell in window.spells:
-        for moment in (spell.began_at, spell.ended_at):
-            if moment is not None:
-                axes.axvline(moment - start, color="#8d5a97", linewidth=0.8, linestyle="--")  # type: ignore[attr-defined]
-    for alone in window.alone[:200]:
-        axes.axvspan(alone.began_at - start, alone.ended_at - start, color="#b3261e", alpha=0.15)  # type: ignore[attr-defined]
+    for override in window.override_intervals:
+        for wall_seconds in (override.began_at, override.ended_at):
+            if wall_seconds is not None:
+                axes.axvline(wall_seconds - start, color="#8d5a97", linewidth=0.8, linestyle="--")
+    for unsteered in window.unsteered_intervals[:200]:
+        axes.axvspan(
+            unsteered.began_at - start, unsteered.ended_at - start, color="#b3261e", alpha=0.15
+        )
 
 
 def _bins(seconds: NDArray[np.float64]) -> list[NDArray[np.int64]]:
@@ -300,17 +338,17 @@ def _bins(seconds: NDArray[np.float64]) -> list[NDArray[np.int64]]:
 def _means(
     parts: list[NDArray[np.int64]],
     values: NDArray[np.float64] | NDArray[np.int64],
-    counting: NDArray[np.bool_] | None = None,
+    is_counted: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """Returns [parts] means; NaN for a part without counted values."""
-    found = []
+    means = []
     for part in parts:
-        chosen = part if counting is None else part[counting[part]]
-        found.append(float(values[chosen].mean()) if len(chosen) else np.nan)
-    return np.array(found)
+        chosen = part if is_counted is None else part[is_counted[part]]
+        means.append(float(values[chosen].mean()) if len(chosen) else np.nan)
+    return np.array(means)
 
 
-def plain(name: str) -> str:
+def plot_label(name: str) -> str:
     """Returns a label that matplotlib shows literally: no formulas, no missing glyphs."""
     shown = name.encode("ascii", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else "?" for c in shown).replace("$", r"\$")

@@ -22,23 +22,23 @@ from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.recording.recorded_controller import (
-    EndOf,
     Event,
     EventLog,
+    OverrideEndTime,
     Queue,
     RecordedController,
 )
-from controller.recording.segments import RECORDS_MAX, Ring, Segment, frame
-from controller.util.tasks import keep_thread
+from controller.recording.segments import RECORDS_MAX, Segment, SegmentRing, pack_frame
+from controller.util.tasks import supervise_thread
 from speculation.v1 import record_pb2
 
 _ROUND_SECONDS = 0.5
 # Interval of retries after a write error.
-_AGAIN_SECONDS: Final = 2.0
+_RETRY_SECONDS: Final = 2.0
 # Records that are made before other threads get the interpreter lock.
-_SLICE = 32
+_RECORDS_PER_SLICE = 32
 # Assumed bytes of a record on disk until it is measured: at the upper end of the usual size.
-_RECORD_BYTES = 100
+_RECORD_BYTES_ESTIMATE = 100
 # Least number of records to measure it.
 _MEASURED_RECORDS = 64
 
@@ -48,19 +48,19 @@ _log = structlog.get_logger(__name__)
 class Recorder:
     """Records all sessions of a sidecar.
 
-    limit_bytes: of the directory.  end_of: returns the end of an override, by its id.
+    limit_bytes: of the directory.  override_end_time: returns the end of an override, by its id.
     """
 
     def __init__(
         self,
         directory: Path,
         limit_bytes: int,
-        end_of: EndOf,
+        override_end_time: OverrideEndTime,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._directory = directory
-        self._ring = Ring(directory, limit_bytes)
-        self._end_of = end_of
+        self._ring = SegmentRing(directory, limit_bytes)
+        self._override_end_time = override_end_time
         self._wall = wall
         self._queue: Queue = deque()
         self._session = 0
@@ -69,8 +69,8 @@ class Recorder:
         self._segments: dict[EventLog, Segment] = {}
         # Records that were dropped since the write error, by event log.
         self._dropped: dict[EventLog, int] = defaultdict(int)
-        self._again_at = 0.0
-        self._failing = False
+        self._retry_at = 0.0
+        self._is_failing = False
 
     def open(self) -> None:
         """Starts the thread.  Raises RecordDirectoryError."""
@@ -82,10 +82,10 @@ class Recorder:
         self._thread.start()
         return self._thread
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Watches the thread; when it has ended, restarts it and raises TaskEndedError."""
         assert self._thread is not None
-        await keep_thread(self._thread, self._start)
+        await supervise_thread(self._thread, self._start)
 
     def close(self) -> None:
         """Writes the queued events, and ends the thread."""
@@ -95,7 +95,7 @@ class Recorder:
             self._thread = None
             self._ring.close()
 
-    def core(
+    def create_core(
         self,
         spec: EngineSpec,
         settings: PlannerSettings,
@@ -108,8 +108,10 @@ class Recorder:
     ) -> RecordedController:
         """Creates the core of a new session, with an event log of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
-        event_log = EventLog(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
-        event_log.fitting = self._ring.segment_bytes_alone // _RECORD_BYTES
+        event_log = EventLog(
+            spec.engine_id, self._session, self._queue, self._override_end_time, self._wall
+        )
+        event_log.events_per_segment = self._ring.segment_bytes_alone // _RECORD_BYTES_ESTIMATE
         return RecordedController(
             spec,
             settings,
@@ -124,8 +126,8 @@ class Recorder:
     def _run(self) -> None:
         try:
             while not self._closing.wait(_ROUND_SECONDS):
-                self._round()
-            self._round()
+                self._write_queued()
+            self._write_queued()
         except Exception:  # noqa: BLE001  # a bug: it is logged, and steering continues
             _log.exception("recording_ended", directory=str(self._directory))
             self._drop_segments()
@@ -136,25 +138,27 @@ class Recorder:
             self._dropped[event_log] += 1
             # A segment that cannot be ended is not written to again.
             with contextlib.suppress(OSError):
-                self._end(event_log)
+                self._end_segment(event_log)
 
-    def _round(self) -> None:
+    def _write_queued(self) -> None:
         # All events of these logs are in the queue by now.
-        over = [event_log for event_log in {*self._segments, *self._dropped} if event_log.over]
-        taken: dict[EventLog, list[Event]] = {}
+        closed_logs = [
+            event_log for event_log in {*self._segments, *self._dropped} if event_log.is_closed
+        ]
+        events_by_log: dict[EventLog, list[Event]] = {}
         for _ in range(len(self._queue)):
             event_log, event = self._queue.popleft()
-            taken.setdefault(event_log, []).append(event)
-        for event_log, events in taken.items():
-            for first in range(0, len(events), RECORDS_MAX):
-                self._write(event_log, events[first : first + RECORDS_MAX])
-        for event_log in over:
-            self._end(event_log)
+            events_by_log.setdefault(event_log, []).append(event)
+        for event_log, events in events_by_log.items():
+            for start in range(0, len(events), RECORDS_MAX):
+                self._write(event_log, events[start : start + RECORDS_MAX])
+        for event_log in closed_logs:
+            self._end_segment(event_log)
             self._dropped.pop(event_log, None)
-        if self._dropped and time.monotonic() >= self._again_at:
-            self._again_at = time.monotonic() + _AGAIN_SECONDS
+        if self._dropped and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
             for event_log in self._dropped:
-                event_log.due = True
+                event_log.is_opening_due = True
 
     def _write(self, event_log: EventLog, events: Sequence[Event]) -> None:
         """Begins a segment with each opening, and appends all other records to the current one."""
@@ -162,34 +166,34 @@ class Recorder:
         for i, event in enumerate(events, 1):
             record = event()
             if record.HasField("opening"):
-                self._append(event_log, records)
-                self._begin(event_log, record)
+                self._append_records(event_log, records)
+                self._begin_segment(event_log, record)
                 records = []
             else:
                 records.append(record)
-            if i % _SLICE == 0:
+            if i % _RECORDS_PER_SLICE == 0:
                 time.sleep(0)
-        self._append(event_log, records)
+        self._append_records(event_log, records)
 
-    def _begin(self, event_log: EventLog, record: record_pb2.Record) -> None:
-        self._end(event_log)
+    def _begin_segment(self, event_log: EventLog, record: record_pb2.Record) -> None:
+        self._end_segment(event_log)
         opening = record.opening
         lost_before = opening.lost
         opening.lost += self._dropped.get(event_log, 0)
-        data = frame([record])
+        data = pack_frame([record])
         try:
             self._segments[event_log] = self._ring.begin(event_log.engine_id, data)
         except OSError as error:
-            self._trouble(event_log, lost_before + 1, error)
+            self._record_failure(event_log, lost_before + 1, error)
             return
         self._dropped.pop(event_log, None)
         if opening.lost:
             _log.warning("recording_gap", engine=event_log.engine_id, lost=opening.lost)
-        if self._failing and not self._dropped:
-            self._failing = False
+        if self._is_failing and not self._dropped:
+            self._is_failing = False
             _log.info("recording_again", directory=str(self._directory))
 
-    def _append(self, event_log: EventLog, records: Sequence[record_pb2.Record]) -> None:
+    def _append_records(self, event_log: EventLog, records: Sequence[record_pb2.Record]) -> None:
         if not records:
             return
         segment = self._segments.get(event_log)
@@ -197,32 +201,34 @@ class Recorder:
             self._dropped[event_log] += len(records)
         else:
             try:
-                self._ring.append(segment, frame(records))
+                self._ring.append(segment, pack_frame(records))
             except OSError as error:
-                self._trouble(event_log, len(records), error)
+                self._record_failure(event_log, len(records), error)
             else:
-                self._measure(event_log, segment, len(records))
+                self._update_capacity(event_log, segment, len(records))
 
-    def _measure(self, event_log: EventLog, segment: Segment, records: int) -> None:
+    def _update_capacity(self, event_log: EventLog, segment: Segment, records: int) -> None:
         """Estimates how many records fit into a segment, since many may come between two rounds."""
-        room = self._ring.segment_bytes
+        segment_bytes = self._ring.segment_bytes
         segment.records += records
         if segment.records >= _MEASURED_RECORDS:
-            each = (segment.size - segment.opening) / segment.records
-            event_log.fitting = max(_MEASURED_RECORDS, int((room - segment.opening) / each))
-        event_log.due = event_log.due or segment.size >= room
+            record_bytes = (segment.size - segment.opening) / segment.records
+            event_log.events_per_segment = max(
+                _MEASURED_RECORDS, int((segment_bytes - segment.opening) / record_bytes)
+            )
+        event_log.is_opening_due = event_log.is_opening_due or segment.size >= segment_bytes
 
-    def _end(self, event_log: EventLog) -> None:
+    def _end_segment(self, event_log: EventLog) -> None:
         segment = self._segments.pop(event_log, None)
         if segment is not None:
             self._ring.end(segment)
 
-    def _trouble(self, event_log: EventLog, lost: int, error: OSError) -> None:
-        self._end(event_log)
+    def _record_failure(self, event_log: EventLog, lost: int, error: OSError) -> None:
+        self._end_segment(event_log)
         self._dropped[event_log] += lost
-        if not self._failing:
-            self._failing = True
-            self._again_at = time.monotonic() + _AGAIN_SECONDS
+        if not self._is_failing:
+            self._is_failing = True
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
             _log.error(
                 "recording_failed", directory=str(self._directory), error=error.strerror,
                 detail="steering continues; events are not recorded meanwhile",

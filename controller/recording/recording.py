@@ -12,18 +12,18 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from controller.core.acceptance import warm_start
 from controller.core.cost.profile import Profile
-from controller.core.engine.checkpoint import Tree
+from controller.core.engine.checkpoint import StateTree
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, EngineSpec
-from controller.core.errors import MALFORMED, SpeculationError
+from controller.core.errors import MALFORMED_JSON_ERRORS, SpeculationError
 from controller.core.plan import Plan
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training import selective_training
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.recording.checkpoint_messages import state_from_proto
-from controller.recording.segments import RecordingError, TornError, blocks, found_in
-from controller.wire.engines import all_lost_from_proto, engine_from_proto
+from controller.recording.segments import RecordingError, TornError, list_segments, read_blocks
+from controller.wire.engines import engine_from_proto, lost_capabilities_from_proto
 from controller.wire.overrides import override_from_proto
 from controller.wire.reports import report_from_proto
 from speculation.v1 import plan_pb2, record_pb2
@@ -49,20 +49,20 @@ class Opening:
     training: TrainingSettings
     profile: Profile | None
     overrides: tuple[Override, ...]
-    state: Mapping[str, Tree]
+    state: Mapping[str, StateTree]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class RecordedEvent:
     """A record, with the arguments for the core.
 
-    kind: name of the record's field.  told: arguments of the core's method for this kind; for an
-    opening, the `Opening`.
+    kind: name of the record's field.  arguments: arguments of the core's method for this kind; for
+    an opening, the `Opening`.
     """
 
     record: record_pb2.Record
     kind: str
-    told: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
     @property
     def seconds(self) -> float:
@@ -80,37 +80,37 @@ class Moment:
         message = getattr(self.record, self.kind)
         return message.plan if self.is_decision and message.HasField("plan") else None
 
-    def tell(self, core: EngineController) -> Plan | None:
+    def apply_to(self, core: EngineController) -> Plan | None:
         """Applies the event to a core, and returns the new plan, if any.
 
         Raises SpeculationError if the core refuses it.
         """
-        found = _KINDS[self.kind].tell(core, *self.told)
-        return found if isinstance(found, Plan) else None
+        result = _KINDS[self.kind].apply(core, *self.arguments)
+        return result if isinstance(result, Plan) else None
 
 
-def moment_of(record: record_pb2.Record) -> Moment | None:
+def event_from_record(record: record_pb2.Record) -> RecordedEvent | None:
     """Converts a record; returns None for an unknown kind.  Raises RecordingError."""
     kind = record.WhichOneof("what")
     try:
-        _check_time(record.clock_seconds)
+        _require_time(record.clock_seconds)
         if kind is None or (kind == "note" and record.note.kind not in _NOTE_KINDS):
             return None
-        return Moment(record, kind, _KINDS[kind].read(getattr(record, kind)))
+        return RecordedEvent(record, kind, _KINDS[kind].read(getattr(record, kind)))
     except RecordingError:
         raise
     except SpeculationError as error:
         raise RecordingError(f"an invalid record: {error}") from error
 
 
-def _check_time(seconds: float) -> float:
+def _require_time(seconds: float) -> float:
     if not 0 <= seconds < _TIME_MAX:
         raise RecordingError(f"{seconds} is not a valid time")
     return seconds
 
 
 def _opening(message: record_pb2.RecordOpening) -> Opening:
-    _check_time(message.wall_seconds)
+    _require_time(message.wall_seconds)
     text = message.profile_json
     return Opening(
         message,
@@ -126,15 +126,15 @@ def _settings(
     message: record_pb2.RecordOpening | record_pb2.RecordSettings,
 ) -> tuple[PlannerSettings, TrainingSettings]:
     return (
-        _constants(PlannerSettings, message.planner_json),
-        _constants(TrainingSettings, message.training_json),
+        _settings_from_json(PlannerSettings, message.planner_json),
+        _settings_from_json(TrainingSettings, message.training_json),
     )
 
 
-def _constants(kind: type[_Settings], text: str) -> _Settings:
+def _settings_from_json(kind: type[_Settings], text: str) -> _Settings:
     try:
         return kind(**json.loads(text))
-    except MALFORMED as error:
+    except MALFORMED_JSON_ERRORS as error:
         raise RecordingError(f"invalid {kind.__name__}: {error}") from error
 
 
@@ -155,87 +155,96 @@ def _training(message: record_pb2.RecordTraining) -> tuple[TrainingState, bool, 
     return state, message.attended, message.stored
 
 
-def _train(core: EngineController, state: TrainingState, attended: bool, stored: int) -> None:
+def _set_training(
+    core: EngineController, state: TrainingState, attended: bool, stored: int
+) -> None:
     training = core.updates.training
     if training is not None:
-        training.state, training.attended, training.stored = state, attended, stored
+        training.state, training.is_trainer_connected, training.stored_signals = (
+            state,
+            attended,
+            stored,
+        )
 
 
-def _nothing(*_: object) -> tuple[()]:
+def _no_arguments(*_: object) -> tuple[()]:
     return ()
 
 
 class _Kind(NamedTuple):
     """The core's method for a kind of record, and the function that reads its arguments."""
 
-    tell: Callable[..., object]
+    apply: Callable[..., object]
     read: Callable[[Any], tuple[Any, ...]]
 
 
 _KINDS: Final = {
-    "opening": _Kind(_nothing, lambda message: (_opening(message),)),
+    "opening": _Kind(_no_arguments, lambda message: (_opening(message),)),
     "report": _Kind(EngineController.observe, lambda message: (report_from_proto(message),)),
-    "decision": _Kind(EngineController.next_plan, _nothing),
-    "force": _Kind(EngineController.force, _force),
+    "decision": _Kind(EngineController.next_plan, _no_arguments),
+    "force": _Kind(EngineController.force_arm, _force),
     "settings": _Kind(EngineController.use_settings, _settings),
     "parting": _Kind(
-        EngineController.last_plan, lambda message: (_check_time(message.lease_seconds),)
+        EngineController.make_last_plan, lambda message: (_require_time(message.lease_seconds),)
     ),
     "overrides": _Kind(EngineController.set_overrides, lambda message: (_overrides(message),)),
-    "loss": _Kind(EngineController.lose, lambda message: (all_lost_from_proto(message.lost),)),
+    "loss": _Kind(
+        EngineController.record_lost_capabilities,
+        lambda message: (lost_capabilities_from_proto(message.lost),),
+    ),
     "profile": _Kind(
         EngineController.use_profile, lambda message: (Profile.from_json(message.profile_json),)
     ),
-    "warm_start": _Kind(EngineController.begin_from, _warm_start),
-    "training": _Kind(_train, _training),
-    "note": _Kind(_nothing, _nothing),
+    "warm_start": _Kind(EngineController.warm_start_from, _warm_start),
+    "training": _Kind(_set_training, _training),
+    "note": _Kind(_no_arguments, _no_arguments),
 }
 
 
-class RecordingPart:
+class SegmentReader:
     """Reads one segment.  Raises RecordingError if its opening cannot be read.
 
-    damage: why its end cannot be read; set after the last event, "" for a complete segment.  torn:
-    it is truncated, as after a kill; the part before is valid.
+    damage: why its end cannot be read; set after the last event, "" for a complete segment.
+    is_torn: it is truncated, as after a kill; the part before is valid.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damage = ""
-        self.torn = False
+        self.is_torn = False
         if path.exists() and not path.is_file():
             raise RecordingError(f"{path} is not a regular file")
         try:
             data = path.read_bytes()
         except OSError as error:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
-        self._moments = self._walk(data)
-        first = next(self._moments, None)
+        self._events = self._read_events(data)
+        first = next(self._events, None)
         if first is None or first.kind != "opening":
-            why = self.damage or "it does not begin with an opening"
-            raise RecordingError(f"{path} cannot be read: {why}")
+            reason = self.damage or "it does not begin with an opening"
+            raise RecordingError(f"{path} cannot be read: {reason}")
         self.began_at = first.seconds
-        self.opening: Opening = first.told[0]
+        self.opening: Opening = first.arguments[0]
 
-    def moments(self) -> Iterator[Moment]:
+    def events(self) -> Iterator[RecordedEvent]:
         """Yields the events after the opening.  May be called once."""
-        for moment in self._moments:
+        for moment in self._events:
             if moment.kind == "opening":
                 self.damage = "a second opening"
                 return
             yield moment
 
-    def _walk(self, data: bytes) -> Iterator[Moment]:
+    def _read_events(self, data: bytes) -> Iterator[RecordedEvent]:
         try:
-            for at, block in blocks(data):
+            for position, block in read_blocks(data):
                 for record in block.records:
-                    moment = moment_of(record)
+                    moment = event_from_record(record)
                     if moment is None:
-                        self.damage = f"at byte {at}: a record of an unknown kind"
+                        self.damage = f"at byte {position}: a record of an unknown kind"
                         return
                     yield moment
         except TornError as error:
-            self.damage, self.torn = str(error), True
+            self.damage, self.is_torn = str(error), True
         except RecordingError as error:
             self.damage = str(error)
 
@@ -248,18 +257,20 @@ class Recording:
     paths: tuple[Path, ...]
 
 
-def find(path: Path, engine_id: str = "") -> Recording:
+def find_recording(path: Path, engine_id: str = "") -> Recording:
     """Returns the recording in a segment's file, or an engine's recording in a directory.
 
     engine_id: the engine, if the directory has several.  Raises RecordingError.
     """
     if not path.is_dir():
-        found = RecordingPart(path).opening.spec.engine_id
-        if engine_id not in {"", found}:
-            raise RecordingError(f"{path} is a recording of engine {found}, not of {engine_id}")
-        return Recording(found, (path,))
+        segment_engine = SegmentReader(path).opening.spec.engine_id
+        if engine_id not in {"", segment_engine}:
+            raise RecordingError(
+                f"{path} is a recording of engine {segment_engine}, not of {engine_id}"
+            )
+        return Recording(segment_engine, (path,))
     try:
-        segments = found_in(path)
+        segments = list_segments(path)
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
     engines = sorted({segment.engine_id for segment in segments})
@@ -273,5 +284,5 @@ def find(path: Path, engine_id: str = "") -> Recording:
         raise RecordingError(
             f"{path} has recordings of several engines: name one of {', '.join(engines)}"
         )
-    wanted = engine_id or engines[0]
-    return Recording(wanted, tuple(s.path for s in segments if s.engine_id == wanted))
+    chosen_engine = engine_id or engines[0]
+    return Recording(chosen_engine, tuple(s.path for s in segments if s.engine_id == chosen_engine))

@@ -61,21 +61,21 @@ class RecordDirectoryError(SpeculationError):
 class TornError(RecordingError):
     """A segment ends within a frame, as after a kill."""
 
-    def __init__(self, at: int, why: str) -> None:
-        super().__init__(f"at byte {at}: {why}")
+    def __init__(self, position: int, reason: str) -> None:
+        super().__init__(f"at byte {position}: {reason}")
 
 
-def frame(records: Sequence[record_pb2.Record]) -> bytes:
+def pack_frame(records: Sequence[record_pb2.Record]) -> bytes:
     """Packs records into one frame, or into several if one would exceed a reader's limits."""
     size = sum(record.ByteSize() for record in records)
     if len(records) > 1 and (len(records) > RECORDS_MAX or size > _BLOCK_MAX // 2):
         half = len(records) // 2
-        return frame(records[:half]) + frame(records[half:])
+        return pack_frame(records[:half]) + pack_frame(records[half:])
     packed = zlib.compress(record_pb2.Block(records=records).SerializeToString(), _LEVEL)
     return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
 
 
-def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
+def read_blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
     """Yields (position, block) for every complete frame of a segment, in order.
 
     Raises RecordingError if the data is not a segment, and TornError for a truncated end.
@@ -83,45 +83,47 @@ def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data):
             raise TornError(0, "its first line is incomplete")
-        raise _not_read(data)
-    at = len(MAGIC)
-    while at < len(data):
-        if len(data) - at < _HEAD.size:
-            raise TornError(at, "it ends within a frame's header")
-        length, check = _HEAD.unpack_from(data, at)
-        packed = data[at + _HEAD.size : at + _HEAD.size + length]
+        raise _format_error(data)
+    position = len(MAGIC)
+    while position < len(data):
+        if len(data) - position < _HEAD.size:
+            raise TornError(position, "it ends within a frame's header")
+        length, check = _HEAD.unpack_from(data, position)
+        packed = data[position + _HEAD.size : position + _HEAD.size + length]
         if length > _FRAME_MAX:
-            raise RecordingError(f"at byte {at}: a frame of {length} bytes is too large")
+            raise RecordingError(f"at byte {position}: a frame of {length} bytes is too large")
         if len(packed) < length:
-            raise TornError(at, "it ends within a frame")
+            raise TornError(position, "it ends within a frame")
         if zlib.crc32(packed) != check:
-            raise RecordingError(f"at byte {at}: damaged (its checksum is wrong)")
-        yield at, _block(packed, at)
-        at += _HEAD.size + length
+            raise RecordingError(f"at byte {position}: damaged (its checksum is wrong)")
+        yield position, _decode_block(packed, position)
+        position += _HEAD.size + length
 
 
-def _not_read(data: bytes) -> RecordingError:
+def _format_error(data: bytes) -> RecordingError:
     """Explains why a segment with another first line is refused."""
-    known = _FIRST_LINE.match(data)
-    if known is None:
+    first_line = _FIRST_LINE.match(data)
+    if first_line is None:
         return RecordingError("this is not a recording of a sidecar (its first line is different)")
     return RecordingError(
-        f"this recording has format {int(known[1])}, and this version of the controller reads "
+        f"this recording has format {int(first_line[1])}, and this version of the controller reads "
         f"format {_VERSION} only: replay it with the version of the controller that recorded it"
     )
 
 
-def _block(packed: bytes, at: int) -> record_pb2.Block:
+def _decode_block(packed: bytes, position: int) -> record_pb2.Block:
     try:
         inflating = zlib.decompressobj()
-        plain = inflating.decompress(packed, _BLOCK_MAX)
+        inflated = inflating.decompress(packed, _BLOCK_MAX)
         if not inflating.eof:
-            raise RecordingError(f"at byte {at}: a block of more than {_BLOCK_MAX} bytes, or torn")
-        block = record_pb2.Block.FromString(plain)
+            raise RecordingError(
+                f"at byte {position}: a block of more than {_BLOCK_MAX} bytes, or torn"
+            )
+        block = record_pb2.Block.FromString(inflated)
     except (zlib.error, DecodeError) as error:
-        raise RecordingError(f"at byte {at}: an invalid block: {error}") from error
+        raise RecordingError(f"at byte {position}: an invalid block: {error}") from error
     if len(block.records) > RECORDS_MAX:
-        raise RecordingError(f"at byte {at}: a block of more than {RECORDS_MAX} records")
+        raise RecordingError(f"at byte {position}: a block of more than {RECORDS_MAX} records")
     return block
 
 
@@ -141,7 +143,7 @@ class Segment:
     records: int = 0
 
 
-class Ring:
+class SegmentRing:
     """All segments of one directory.  limit_bytes: their largest total size."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
@@ -157,7 +159,7 @@ class Ring:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
             self._lock_file = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o640)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for segment in found_in(self._directory):
+            for segment in list_segments(self._directory):
                 self._segments[segment.engine_id].append(segment)
                 self.bytes += segment.size
             self._make_room(0)
@@ -181,16 +183,16 @@ class Ring:
             os.close(self._lock_file)
             self._lock_file = -1
 
-    def begin(self, engine_id: str, first: bytes) -> Segment:
+    def begin(self, engine_id: str, opening_frame: bytes) -> Segment:
         """Creates a segment with a first frame.  Raises OSError, and leaves no file then."""
-        known = self._segments[engine_id]
-        number = known[-1].number + 1 if known else 1
+        segments = self._segments[engine_id]
+        number = segments[-1].number + 1 if segments else 1
         path = self._directory / f"{engine_id}@{number:08d}.record"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
         segment = Segment(path, engine_id, number, 0, descriptor)
-        known.append(segment)
+        segments.append(segment)
         try:
-            self.append(segment, MAGIC + first)
+            self.append(segment, MAGIC + opening_frame)
         except OSError:
             self.end(segment)
             self._remove(segment)
@@ -202,9 +204,9 @@ class Ring:
         """Appends complete frames.  Raises OSError, and leaves the segment unchanged then."""
         self._make_room(len(data))
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(segment.descriptor, left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[os.write(segment.descriptor, remaining) :]
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(segment.descriptor, segment.size)
@@ -221,7 +223,7 @@ class Ring:
     @property
     def segment_bytes(self) -> int:
         """Returns the size at which a new segment should begin."""
-        writing = sum(s.descriptor >= 0 for found in self._segments.values() for s in found)
+        writing = sum(s.descriptor >= 0 for segments in self._segments.values() for s in segments)
         room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
         return max(SEGMENT_BYTES_MIN, room)
 
@@ -232,19 +234,19 @@ class Ring:
 
     def _make_room(self, size: int) -> None:
         while self.bytes + size > self._limit:
-            held = {
+            bytes_by_engine = {
                 engine_id: sum(s.size for s in segments)
                 for engine_id, segments in self._segments.items()
                 if any(s.descriptor < 0 for s in segments)
             }
-            if not held:
+            if not bytes_by_engine:
                 raise OSError(
                     errno.EFBIG,
                     f"the limit of {self._limit // 1_000_000} MB is too small for the segments "
                     "being written: raise CONTROLLER_RECORD_MEGABYTES",
                 )
-            most = max(held, key=lambda engine_id: held[engine_id])
-            self._remove(next(s for s in self._segments[most] if s.descriptor < 0))
+            largest_engine = max(bytes_by_engine, key=lambda engine_id: bytes_by_engine[engine_id])
+            self._remove(next(s for s in self._segments[largest_engine] if s.descriptor < 0))
 
     def _remove(self, segment: Segment) -> None:
         segment.path.unlink(missing_ok=True)
@@ -254,13 +256,13 @@ class Ring:
             del self._segments[segment.engine_id]
 
 
-def found_in(directory: Path) -> list[Segment]:
+def list_segments(directory: Path) -> list[Segment]:
     """Returns the segments of a directory, by engine and number.  Raises OSError."""
-    found = []
+    segments = []
     for entry in os.scandir(directory):
         name = _NAME.fullmatch(entry.name)
         if name is not None and entry.is_file(follow_symlinks=False):
             size = entry.stat(follow_symlinks=False).st_size
             path = directory / entry.name
-            found.append(Segment(path, name["engine"], int(name["number"]), size))
-    return sorted(found, key=lambda segment: (segment.engine_id, segment.number))
+            segments.append(Segment(path, name["engine"], int(name["number"]), size))
+    return sorted(segments, key=lambda segment: (segment.engine_id, segment.number))

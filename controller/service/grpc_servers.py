@@ -18,25 +18,25 @@ from controller.service.net import limits, tcp, unix_sockets
 from controller.service.net.access import (
     AccessList,
     Identify,
-    on_engines_socket,
-    on_operators_socket,
-    on_tcp,
+    identify_engines_socket_caller,
+    operators_socket_identifier,
+    tcp_identifier,
 )
 from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.service.net.guard import Guard
-from controller.service.net.request_parsing import Reading
+from controller.service.net.request_parsing import RequestReaderInterceptor
 from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.sessions.session import EngineSession
 from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
-from controller.util.files import LOOK_SECONDS
+from controller.util.files import POLL_SECONDS
 
 # Time for unary calls to end once the streams are closed; health watches are cancelled after it.
 _LAST_GRACE_SECONDS = 0.2
 # Limits of the health port: bytes of a message, connections, and concurrent calls.
 _HEALTH_MESSAGE_BYTES = 4096
-_HEALTH_CONNECTIONS = 64
-_HEALTH_CALLS = 256
+_HEALTH_CONNECTIONS_MAX = 64
+_HEALTH_CALLS_MAX = 256
 
 _log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class GrpcServers:
     def __post_init__(self) -> None:
         self._access: AccessList | None = None
         # The version of the access list by which open streams were last checked.
-        self._rechecked = 0
+        self._checked_version = 0
         self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self._servers: list[grpc.aio.Server] = []
         self._guards: list[Guard] = []
@@ -64,35 +64,40 @@ class GrpcServers:
         """
         settings, path = self.settings, self.settings.socket_path
         self._access = access = self._make_access()
-        self._rechecked = 0 if access is None else access.version
+        self._checked_version = 0 if access is None else access.version
         self._interceptors = interceptors
-        engines = self._make(on_engines_socket)
-        operators = self._make(on_operators_socket(self.operator_socket, access))
+        engines_server = self._make_server(identify_engines_socket_caller)
+        operators_server = self._make_server(
+            operators_socket_identifier(self.operator_socket, access)
+        )
         if settings.channelz:
             # It shows every connection, so it is for callers on this machine only.
-            _add_channelz(engines, operators)
+            _add_channelz(engines_server, operators_server)
         try:
-            with unix_sockets.claimed(path), self.operator_socket.binding() as inner:
-                engines.add_insecure_port(f"unix:{path}")
-                operators.add_insecure_port(f"unix:{inner}")
+            with (
+                unix_sockets.claim_path(path),
+                self.operator_socket.bind_inner_socket() as inner_path,
+            ):
+                engines_server.add_insecure_port(f"unix:{path}")
+                operators_server.add_insecure_port(f"unix:{inner_path}")
         except (RuntimeError, OSError) as error:
             raise AddressTakenError(f"{path} cannot be bound: {error}") from error
         if settings.tcp is not None:
-            tcp.bind(self._make(on_tcp(access)), settings.tcp, settings, access)
+            tcp.bind(self._make_server(tcp_identifier(access)), settings.tcp, settings, access)
 
     def _make_access(self) -> AccessList | None:
         path = self.settings.access
         if path is None:
             return None
-        return AccessList(path, partial(tcp.require_no_open_token, self.settings))
+        return AccessList(path, partial(tcp.require_no_unencrypted_token, self.settings))
 
-    def _make(self, identify: Identify) -> grpc.aio.Server:
-        most = self.settings.max_open_calls
-        guard = Guard(identify, str(self.operator_socket.path), most // 4)
+    def _make_server(self, identify: Identify) -> grpc.aio.Server:
+        calls_max = self.settings.max_open_calls
+        guard = Guard(identify, str(self.operator_socket.path), calls_max // 4)
         server = grpc.aio.server(
             interceptors=[guard, *self._interceptors],
             options=limits.server_options(self.settings),
-            maximum_concurrent_rpcs=most,
+            maximum_concurrent_rpcs=calls_max,
         )
         self._servers.append(server)
         self._guards.append(guard)
@@ -100,7 +105,7 @@ class GrpcServers:
         if self.settings.reflection:
             from controller.service.net import reflection  # noqa: PLC0415  # only when asked for
 
-            reflection.add(server, (*SERVICES, health.SERVICE_NAME))
+            reflection.add_reflection(server, (*SERVICES, health.SERVICE_NAME))
         return server
 
     async def start(self) -> None:
@@ -116,9 +121,9 @@ class GrpcServers:
         drain_seconds = self.settings.drain_seconds
         try:
             async with asyncio.timeout(drain_seconds):
-                await asyncio.gather(*(session.quiet() for session in sessions))
+                await asyncio.gather(*(session.wait_until_streams_closed() for session in sessions))
         except TimeoutError:
-            streams = sum(session.listeners for session in sessions)
+            streams = sum(session.open_streams for session in sessions)
             _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
         grace = min(_LAST_GRACE_SECONDS, drain_seconds)
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
@@ -137,13 +142,13 @@ class GrpcServers:
         """
         assert self._access is not None
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await asyncio.to_thread(self._access.look)
+            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.to_thread(self._access.reload_if_changed)
             version = self._access.version
-            if version != self._rechecked:
+            if version != self._checked_version:
                 for guard in self._guards:
-                    guard.recheck()
-                self._rechecked = version
+                    guard.recheck_streams()
+                self._checked_version = version
 
 
 def _add_channelz(*servers: grpc.aio.Server) -> None:
@@ -169,13 +174,13 @@ class HealthPort:
     def __init__(self, servicer: health.aio.HealthServicer, address: str) -> None:
         """Raises RuntimeError when the address cannot be bound."""
         self._server = grpc.aio.server(
-            interceptors=[Reading(_HEALTH_CALLS // 2)],
+            interceptors=[RequestReaderInterceptor(_HEALTH_CALLS_MAX // 2)],
             options=[
                 ("grpc.max_receive_message_length", _HEALTH_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
-                *limits.connection_options(_HEALTH_CONNECTIONS),
+                *limits.connection_options(_HEALTH_CONNECTIONS_MAX),
             ],
-            maximum_concurrent_rpcs=_HEALTH_CALLS,
+            maximum_concurrent_rpcs=_HEALTH_CALLS_MAX,
         )
         check = grpc.unary_unary_rpc_method_handler(
             servicer.Check,

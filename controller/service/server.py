@@ -28,7 +28,7 @@ from controller.recording.recorder import Recorder
 from controller.service.grpc_servers import GrpcServers, HealthPort
 from controller.service.metrics.server import MetricsServer, SidecarCollector
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
-from controller.service.net.limits import READS_WAITING, Turns
+from controller.service.net.limits import WAITING_READS_MAX, FairQueue
 from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
@@ -37,7 +37,7 @@ from controller.service.rpc.profiling import ProfilingServicer
 from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.rpc.training import TrainingServicer
-from controller.service.sessions.registry import LOOK_SECONDS, CoreFactory, SessionRegistry
+from controller.service.sessions.registry import LOAD_CHECK_SECONDS, CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.state.audit_log import AuditLog
 from controller.service.state.fleet_estimates import FleetEstimates
@@ -81,7 +81,7 @@ class Sidecar(SessionObserver):
         self._clock = clock or WallClock()
         self.profiles = ProfileRegistry(settings.profile_directory)
         self.registry = SessionRegistry(
-            core_factory or self._core,
+            core_factory or self._make_core,
             self.profiles,
             self._clock,
             settings.max_engines,
@@ -94,9 +94,9 @@ class Sidecar(SessionObserver):
         self._policy_watch = PolicyWatch(
             settings.policy, settings.state_path, self.override_registry, self._audit
         )
-        self._fleet = FleetProfiles(store.blobs, self.profiles, self.registry)
-        self._estimates = FleetEstimates(store.blobs, self.registry)
-        self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
+        self._fleet_profiles = FleetProfiles(store.blobs, self.profiles, self.registry)
+        self._fleet_estimates = FleetEstimates(store.blobs, self.registry)
+        self._training_files = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
         self.operator_socket = OperatorSocket(settings.socket_path, settings.operators_directory)
         self.supervisor = Supervisor()
@@ -113,25 +113,27 @@ class Sidecar(SessionObserver):
         )
         self._request_ids = RequestIds()
         self._fleet_view = FleetView(store.summaries, self._status_cache, self._clock)
-        self._policy = PolicyServicer(
+        self._policy_servicer = PolicyServicer(
             self.override_registry,
             self._request_ids,
             settings.override_default_seconds,
             settings.override_max_seconds,
         )
-        self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
+        self._reloader = Reloader(
+            self.registry, self.profiles, self._readiness, self._policy_servicer
+        )
         self._health_port: HealthPort | None = None
         self._servers = GrpcServers(settings, self.operator_socket, self._add_services)
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
-        self._telemetry: Tracing | None = None
+        self._tracing: Tracing | None = None
 
-    def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
+    def _make_core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
-        make = EngineController if self._recorder is None else self._recorder.core
+        make = EngineController if self._recorder is None else self._recorder.create_core
         return make(
             spec, settings.planner, profile, self._clock, settings.training,
-            overrides=self.override_registry.active(), trained=self._training.known(spec),
+            overrides=self.override_registry.active(), training_state=self._training_files.load(spec),
         )  # fmt: skip
 
     def _make_recorder(self) -> Recorder | None:
@@ -141,38 +143,48 @@ class Sidecar(SessionObserver):
         limit = self._settings.record_megabytes * 1_000_000
         return Recorder(directory, limit, self.override_registry.ends_at)
 
-    def opened(self, session: EngineSession, before: EngineSession | None) -> None:
+    def on_session_opened(
+        self, session: EngineSession, previous_session: EngineSession | None
+    ) -> None:
         """Looks for a profile and acceptance estimates for a new session, in the background."""
         if not session.core.profile_id:
-            self._fleet.look_for(session)
-        if before is not None and not session.identity.has_same_secret(before.identity):
-            self._audit.replaced(session, before)
-        own = before is not None and session.identity.is_same(before.identity)
-        if before is not None and own:
-            session.continue_checks(before)
+            self._fleet_profiles.search_for(session)
+        if previous_session is not None and not session.identity.has_same_secret(
+            previous_session.identity
+        ):
+            self._audit.record_replaced_session(session, previous_session)
+        is_same_engine = previous_session is not None and session.identity.is_same(
+            previous_session.identity
+        )
+        if previous_session is not None and is_same_engine:
+            session.continue_checks(previous_session)
         if not self._settings.warm_start:
             return
-        if before is not None and before.core.reports and own:
-            beliefs = warm_start.pool((b, 0.0) for b in before.core.beliefs())
-            session.begin_from(beliefs, "this engine's session before")
+        if previous_session is not None and previous_session.core.reports and is_same_engine:
+            snapshots = warm_start.pool_snapshots(
+                (b, 0.0) for b in previous_session.core.acceptance_snapshots()
+            )
+            session.warm_start_from(snapshots, "this engine's session before")
         else:
-            self._estimates.look_for(session)
+            self._fleet_estimates.search_for(session)
 
-    def planning(self) -> None:
+    def before_planning(self) -> None:
         """Ends the overrides that have expired."""
-        self.override_registry.end_over()
+        self.override_registry.expire_overrides()
 
-    def decided(self, session: EngineSession, before: Plan, began: int) -> None:
+    def on_plan_changed(
+        self, session: EngineSession, previous_plan: Plan, began_unix_ns: int
+    ) -> None:
         """Traces the decision."""
-        if self._telemetry is not None:
-            self._telemetry.decision(session, before, began)
+        if self._tracing is not None:
+            self._tracing.record_decision(session, previous_plan, began_unix_ns)
 
-    def ended(self, session: EngineSession) -> None:
+    def on_session_ended(self, session: EngineSession) -> None:
         """Publishes what a session has learnt, and cancels its searches."""
-        self._fleet.searches.withdraw(session)
-        self._estimates.searches.withdraw(session)
-        self._estimates.tell(session)
-        self._training.tell(session)
+        self._fleet_profiles.searches.cancel(session)
+        self._fleet_estimates.searches.cancel(session)
+        self._fleet_estimates.publish(session)
+        self._training_files.save_final(session)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -189,10 +201,10 @@ class Sidecar(SessionObserver):
         """
         settings = self._settings
         self.profiles.load(settings.profiles)
-        await self._readiness.tell()
-        self._telemetry = _make_tracing(settings)
+        await self._readiness.update_servicer()
+        self._tracing = _make_tracing(settings)
         try:
-            self._servers.bind([self._telemetry.interceptor] if self._telemetry else [])
+            self._servers.bind([self._tracing.interceptor] if self._tracing else [])
             self._bind_health()
             await self.override_registry.open()
             await self._policy_watch.open()
@@ -215,7 +227,7 @@ class Sidecar(SessionObserver):
             raise
         for name, work in self._tasks():
             self.supervisor.run(name, work)
-        await self._readiness.started()
+        await self._readiness.finish_start()
         _log.info(
             "serving",
             version=controller.__version__,
@@ -236,8 +248,8 @@ class Sidecar(SessionObserver):
 
     async def stop(self) -> None:
         """Stops everything that `start` has started, within the drain time."""
-        await self.supervisor.end()
-        await self._readiness.leave()
+        await self.supervisor.stop()
+        await self._readiness.stop_serving()
         sessions = list(self.registry)
         self.registry.close(
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
@@ -247,7 +259,7 @@ class Sidecar(SessionObserver):
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._fleet_view.close()
-        await self._estimates.close()
+        await self._fleet_estimates.close()
         await self._audit.close()
         await self.override_registry.close()
         if self._recorder is not None:
@@ -256,43 +268,45 @@ class Sidecar(SessionObserver):
             await asyncio.to_thread(self._metrics.close)
         if self._health_port is not None:
             await self._health_port.close()
-        if self._telemetry is not None:
-            await asyncio.to_thread(self._telemetry.close)
-        self._metrics = self._page = self._health_port = self._telemetry = None
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+        self._metrics = self._page = self._health_port = self._tracing = None
 
-    async def run(self, read: Callable[[], Settings] | None = None) -> None:
-        """Serves until SIGTERM or SIGINT; on SIGHUP, `read` returns the new settings.
+    async def run(self, read_settings: Callable[[], Settings] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT; on SIGHUP, `read_settings` returns the new settings.
 
         It must run in the main thread of a process that ends afterwards.  Once it has returned,
         these signals are ignored, so that a repeated one does not change the exit status.
         Raises as `start`.
         """
-        asked, again = asyncio.Event(), asyncio.Event()
-        handlers = {signal.SIGTERM: asked.set, signal.SIGINT: asked.set}
-        if read is not None:
-            handlers[signal.SIGHUP] = again.set
-        for number, tell in handlers.items():
-            _listen(number, tell)
+        stop_requested, reload_requested = asyncio.Event(), asyncio.Event()
+        handlers = {signal.SIGTERM: stop_requested.set, signal.SIGINT: stop_requested.set}
+        if read_settings is not None:
+            handlers[signal.SIGHUP] = reload_requested.set
+        for number, callback in handlers.items():
+            _call_on_signal(number, callback)
         try:
             async with self:
-                if read is not None:
-                    reload = functools.partial(self._reload, again, read)
+                if read_settings is not None:
+                    reload = functools.partial(self._reload, reload_requested, read_settings)
                     self.supervisor.run("reload", reload)
                 # The objects made so far live until the end: full collections can skip them.
                 gc.collect()
                 gc.freeze()
-                await asked.wait()
+                await stop_requested.wait()
                 _log.info("stopping", engines=len(self.registry))
             _log.info("stopped")
         finally:
             for number in handlers:
                 signal.signal(number, signal.SIG_IGN)
 
-    async def _reload(self, again: asyncio.Event, read: Callable[[], Settings]) -> None:
+    async def _reload(
+        self, reload_requested: asyncio.Event, read_settings: Callable[[], Settings]
+    ) -> None:
         while True:
-            await again.wait()
-            again.clear()
-            self._settings = await self._reloader.reload(self._settings, read)
+            await reload_requested.wait()
+            reload_requested.clear()
+            self._settings = await self._reloader.reload(self._settings, read_settings)
 
     def _tasks(self) -> Iterator[tuple[str, Work]]:
         """Yields the tasks that run for as long as the sidecar serves, by name.
@@ -300,32 +314,32 @@ class Sidecar(SessionObserver):
         `readiness` lists the services that depend on each task.
         """
         yield "readiness", self._readiness.watch
-        yield "expiry", self._expire
+        yield "expiry", self._expire_sessions
         yield "load", self._watch_load
         if self._servers.has_access_list:
             yield "access_list", self._servers.watch_access
-        yield "overrides", self.override_registry.keep
+        yield "overrides", self.override_registry.run
         yield from self.store.tasks.items()
         if self._settings.policy is not None:
             yield "policy_file", self._policy_watch.watch
-        yield "audit_counts", self._audit.tell_counts
-        yield "profile_searches", self._fleet.searches.keep
-        yield "estimate_searches", self._estimates.searches.keep
-        yield "estimates", self._estimates.tell_all
-        yield "training_state", self._training.watch
-        yield "status", self._status_cache.keep
+        yield "audit_counts", self._audit.record_counts
+        yield "profile_searches", self._fleet_profiles.searches.run
+        yield "estimate_searches", self._fleet_estimates.searches.run
+        yield "estimates", self._fleet_estimates.publish_all
+        yield "training_state", self._training_files.watch
+        yield "status", self._status_cache.run
         if self.store.summaries is not None:
             yield "fleet_summary", self._fleet_view.publisher.publish
         if self._recorder is not None:
-            yield "recorder", self._recorder.keep
+            yield "recorder", self._recorder.supervise
         if self._metrics is not None:
-            yield "metrics_server", self._metrics.keep
+            yield "metrics_server", self._metrics.watch_thread
         if self._page is not None:
-            yield "page_server", self._page.keep
+            yield "page_server", self._page.watch_thread
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         # Each server has its own queue: calls of one server do not wait for those of another.
-        reads = Turns(READS_WAITING)
+        read_queue = FairQueue(WAITING_READS_MAX)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -336,19 +350,24 @@ class Sidecar(SessionObserver):
                 self._readiness,
                 self._status_cache,
                 self._fleet_view,
-                reads,
+                read_queue,
             ),
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(
-                self.registry, self.profiles, self._fleet, self._audit, self._request_ids, reads
+                self.registry,
+                self.profiles,
+                self._fleet_profiles,
+                self._audit,
+                self._request_ids,
+                read_queue,
             ),
             server,
         )
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy, server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy_servicer, server)
         training_pb2_grpc.add_TrainingServiceServicer_to_server(
-            TrainingServicer(self.registry, self._training), server
+            TrainingServicer(self.registry, self._training_files), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
 
@@ -371,25 +390,25 @@ class Sidecar(SessionObserver):
         )  # fmt: skip
         return MetricsServer(collector, self._settings.listener("metrics"))
 
-    async def _expire(self) -> None:
+    async def _expire_sessions(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
 
     async def _watch_load(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.registry.load.look(self.registry)
+            await asyncio.sleep(LOAD_CHECK_SECONDS)
+            self.registry.load_monitor.check(self.registry)
 
 
-def _listen(number: signal.Signals, tell: Callable[[], None]) -> None:
-    """Calls `tell` on the running event loop when a signal arrives.
+def _call_on_signal(number: signal.Signals, callback: Callable[[], None]) -> None:
+    """Calls `callback` on the running event loop when a signal arrives.
 
     `loop.add_signal_handler` is not used: a loop that closes restores the default handler, by which
     the signal would kill the process.
     """
     loop = asyncio.get_running_loop()
-    signal.signal(number, lambda *_: loop.call_soon_threadsafe(tell))
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
 
 
 def _make_store(settings: Settings) -> Store:
@@ -419,7 +438,7 @@ def _make_tracing(settings: Settings) -> "Tracing | None":
             f"a collector is set ({settings.otlp_endpoint}), but {error.name} is not installed: "
             "pip install 'speculation-controller[otel]'"
         ) from error
-    made = Tracing(settings.otlp_endpoint, settings.otlp_trace_ratio)
+    tracing = Tracing(settings.otlp_endpoint, settings.otlp_trace_ratio)
     if settings.otlp_logs:
-        made.send_logs()
-    return made
+        tracing.send_logs()
+    return tracing

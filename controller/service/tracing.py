@@ -36,7 +36,7 @@ from speculation.v1 import policy_pb2, service_pb2
 
 # The longest attempt to export a batch, and so about the longest wait for the collector at the end.
 _EXPORT_SECONDS = 2.0
-_OWN = "opentelemetry"
+_EXPORTER_LOGGER = "opentelemetry"
 _SEVERITY = {
     "debug": SeverityNumber.DEBUG,
     "info": SeverityNumber.INFO,
@@ -72,14 +72,16 @@ class Tracing:
     @property
     def interceptor(self) -> grpc.aio.ServerInterceptor:
         """Traces the unary calls of operators and readers."""
-        return _Calls(self._tracer)
+        return _CallSpans(self._tracer)
 
-    def decision(self, session: EngineSession, before: Plan, began: int) -> None:
-        """Records a span of this decision.  began: Unix nanoseconds."""
-        plan, last = session.plan, session.last_report
-        size = last.batch_size if last else 1
-        row, was = plan.row_for(size), before.row_for(size)
-        span = self._tracer.start_span("decision", start_time=began)
+    def record_decision(
+        self, session: EngineSession, previous_plan: Plan, began_unix_ns: int
+    ) -> None:
+        """Records a span of this decision.  began_unix_ns: Unix nanoseconds."""
+        plan, last_report = session.plan, session.last_report
+        size = last_report.batch_size if last_report else 1
+        row, previous_row = plan.row_for(size), previous_plan.row_for(size)
+        span = self._tracer.start_span("decision", start_time=began_unix_ns)
         if span.is_recording():
             span.set_attributes(
                 {
@@ -91,8 +93,8 @@ class Tracing:
                     "speculation.batch_size": size,
                     "speculation.drafter": row.arm.drafter,
                     "speculation.gamma": row.arm.gamma,
-                    "speculation.drafter.before": was.arm.drafter,
-                    "speculation.gamma.before": was.arm.gamma,
+                    "speculation.drafter.before": previous_row.arm.drafter,
+                    "speculation.gamma.before": previous_row.arm.gamma,
                     "speculation.regime": str(plan.regime),
                     "speculation.draft_version": plan.draft_version,
                     "speculation.overrides": list(plan.overrides),
@@ -106,14 +108,16 @@ class Tracing:
         self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)
         exporter = OTLPLogExporter(self._endpoint, self._insecure, timeout=_EXPORT_SECONDS)
         self._logs.add_log_record_processor(BatchLogRecordProcessor(exporter))
-        logs.show_to(self._send)
+        logs.add_listener(self._send)
 
     def _send(self, line: logs.Line) -> None:
         """Exports a line; the exporter's own lines stay on standard error."""
         name, level = str(line.get("logger", "")), str(line.get("level", "info"))
-        if self._logs is None or name.startswith(_OWN):
+        if self._logs is None or name.startswith(_EXPORTER_LOGGER):
             return
-        attributes = {key: _plain(value) for key, value in line.items() if key not in _SAID}
+        attributes = {
+            key: _attribute_value(value) for key, value in line.items() if key not in _RECORD_FIELDS
+        }
         self._logs.get_logger(name).emit(
             LogRecord(
                 severity_text=level,
@@ -127,15 +131,15 @@ class Tracing:
         """Exports what is left, with a time limit.  Blocks."""
         self._traces.shutdown()
         if self._logs is not None:
-            logs.show_no_more_to(self._send)
+            logs.remove_listener(self._send)
             self._logs.shutdown()
 
 
 # Keys of a log line that the record has as fields of its own.
-_SAID = {"event", "level", "logger", "timestamp"}
+_RECORD_FIELDS = {"event", "level", "logger", "timestamp"}
 
 # Methods that operators and readers call; those of engines and their trainers are not traced.
-_PERSONS = {
+_OPERATOR_METHODS = {
     f"/{service.full_name}/{method.name}"
     for service in (
         policy_pb2.DESCRIPTOR.services_by_name["PolicyService"],
@@ -147,7 +151,7 @@ _PERSONS = {
 }
 
 
-class _Calls(grpc.aio.ServerInterceptor):
+class _CallSpans(grpc.aio.ServerInterceptor):
     """Makes a span around each traced call, as a child of the caller's span if it sends one.
 
     The interceptor of the instrumentation package cannot be used.  It expects an address and a port
@@ -161,7 +165,7 @@ class _Calls(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Part of the interceptor's interface."""
         handler = await continuation(details)
-        if handler is None or details.method not in _PERSONS:
+        if handler is None or details.method not in _OPERATOR_METHODS:
             return handler
         service, _, method = details.method.strip("/").partition("/")
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
@@ -186,8 +190,12 @@ class _Calls(grpc.aio.ServerInterceptor):
                     call.set_status(StatusCode.ERROR, status.message)
                     raise
                 except BaseException:
-                    said: Any = context.code()  # a bare number if no code was set
-                    code = said if isinstance(said, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
+                    status_code: Any = context.code()  # a bare number if no code was set
+                    code = (
+                        status_code
+                        if isinstance(status_code, grpc.StatusCode)
+                        else grpc.StatusCode.UNKNOWN
+                    )
                     call.set_attribute("rpc.grpc.status_code", code.value[0])
                     call.set_status(StatusCode.ERROR, context.details())
                     raise
@@ -197,5 +205,5 @@ class _Calls(grpc.aio.ServerInterceptor):
         )
 
 
-def _plain(value: object) -> str | bool | int | float:
+def _attribute_value(value: object) -> str | bool | int | float:
     return value if isinstance(value, str | bool | int | float) else str(value)

@@ -28,25 +28,25 @@ class Listener:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
+def port_conflicts(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
     """Yields (name, name, error text) for listeners with the same port on overlapping hosts.
 
     Names are not resolved: a name other than localhost may be any address of this machine.
     """
-    for one, other in itertools.combinations(listeners, 2):
-        if one.port == other.port != 0 and _overlap(one.host, other.host):
+    for first, second in itertools.combinations(listeners, 2):
+        if first.port == second.port != 0 and _hosts_overlap(first.host, second.host):
             text = (
-                f"{one.name} and {other.name}: both would listen on port {one.port}, on "
-                f"{one.address} and {other.address}; change one of them"
+                f"{first.name} and {second.name}: both would listen on port {first.port}, on "
+                f"{first.address} and {second.address}; change one of them"
             )
-            yield one.name, other.name, text
+            yield first.name, second.name, text
 
 
-def _overlap(one: str, other: str) -> bool:
-    here, there = _addresses(one), _addresses(other)
-    if not here or not there:
+def _hosts_overlap(first_host: str, second_host: str) -> bool:
+    first_addresses, second_addresses = _addresses(first_host), _addresses(second_host)
+    if not first_addresses or not second_addresses:
         return True
-    return any(_same(a, b) for a in here for b in there)
+    return any(_accepts_connections_to(a, b) for a in first_addresses for b in second_addresses)
 
 
 def _addresses(host: str) -> list[_IP]:
@@ -58,7 +58,7 @@ def _addresses(host: str) -> list[_IP]:
     return []
 
 
-def _same(a: _IP, b: _IP) -> bool:
+def _accepts_connections_to(listening: _IP, called: _IP) -> bool:
     """Whether a socket on one of them accepts connections to the other."""
     # Sockets on [::] accept IPv4 too, and gRPC's on 0.0.0.0 accept IPv6.
-    return a == b or a.is_unspecified or b.is_unspecified
+    return listening == called or listening.is_unspecified or called.is_unspecified

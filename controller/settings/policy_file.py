@@ -40,11 +40,11 @@ from controller.util.files import UnreadableFileError, read_small
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
-    decoded,
-    fault,
+    decode_utf8,
     load_mapping,
+    yaml_error,
 )
-from controller.wire.override_text import batch_range
+from controller.wire.override_text import parse_batch_range
 
 POLICY_PREFIX: Final = "policy:"
 MAX_BYTES: Final = 64 * 1024
@@ -91,26 +91,26 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
     path: for messages.  Raises PolicyFileError.
     """
     try:
-        found = load_mapping(decoded(content), _Loader, _lines)
+        content_and_lines = load_mapping(decode_utf8(content), _Loader, _line_numbers)
     except StrictYamlError as error:
-        raise PolicyFileError(error.at(path)) from error
-    if found is None:
+        raise PolicyFileError(error.located_text(path)) from error
+    if content_and_lines is None:
         raise PolicyFileError(
             f"{path}: the file is empty or has only comments, and may be incomplete; write "
             "`policies: []` for an empty policy"
         )
-    values, lines = found
+    values, lines = content_and_lines
     try:
         file = _File.model_validate(values)
     except ValidationError as error:
-        raise PolicyFileError(_readable(path, lines, error)) from error
+        raise PolicyFileError(_errors_text(path, lines, error)) from error
     overrides: list[Override] = []
     for index, entry in enumerate(file.policies):
         try:
             overrides += entry.overrides(len(overrides) + 1)
         except InvalidOverrideError as error:
-            where = _place(path, lines, ("policies", index))
-            raise PolicyFileError(f"{where}: {entry.name}: {error}") from error
+            location = _location_text(path, lines, ("policies", index))
+            raise PolicyFileError(f"{location}: {entry.name}: {error}") from error
     if len(overrides) > _MAX_OVERRIDES:
         raise PolicyFileError(
             f"{path}: {len(overrides)} entries, at most {_MAX_OVERRIDES} are allowed"
@@ -118,23 +118,23 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
     return tuple(overrides)
 
 
-def _batches(value: object) -> tuple[int, int]:
+def _parse_batch(value: object) -> tuple[int, int]:
     # `batch: 8` is a number in YAML.
-    low, high = batch_range(str(value))
+    low, high = parse_batch_range(str(value))
     if max(low, high) > MAX_BATCH_SIZE or 0 < high < low or low < 1:
         raise ValueError(f"batch {value}: must be ascending sizes from 1 to {MAX_BATCH_SIZE}")
     return low, high
 
 
 _Gamma: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_GAMMA)]
-_Batch: TypeAlias = Annotated[tuple[int, int], BeforeValidator(_batches)]
+_Batch: TypeAlias = Annotated[tuple[int, int], BeforeValidator(_parse_batch)]
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Step(_Model):
+class _ScheduleStep(_Model):
     """One range of a schedule."""
 
     batch: _Batch
@@ -155,7 +155,7 @@ class _Entry(_Model):
     at_most: _Gamma | None = None
     drafter: str | None = None
     batch: _Batch | None = None
-    schedule: tuple[_Step, ...] = ()
+    schedule: tuple[_ScheduleStep, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -212,9 +212,9 @@ class _File(_Model):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         names = [entry.name for entry in self.policies]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{twice}: this name is used twice; names must be unique")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"{duplicate}: this name is used twice; names must be unique")
         return self
 
 
@@ -224,35 +224,37 @@ class _Loader(StrictLoader):
     too_deep: ClassVar[str] = "an entry has plain values and at most a schedule"
 
 
-def _lines(root: yaml.Node, place: _Location = ()) -> dict[_Location, int]:
+def _line_numbers(root: yaml.Node, location: _Location = ()) -> dict[_Location, int]:
     """Returns the line of every node, by its place.  Raises MarkedYAMLError for a repeated key."""
-    lines = {place: root.start_mark.line + 1}
+    lines = {location: root.start_mark.line + 1}
     if isinstance(root, yaml.SequenceNode):
         for index, item in enumerate(root.value):
-            lines |= _lines(item, (*place, index))
+            lines |= _line_numbers(item, (*location, index))
     elif isinstance(root, yaml.MappingNode):
         for key, value in root.value:
             if key.tag != _TEXT:  # for example `off` and `<<`
                 name = key.value if isinstance(key, yaml.ScalarNode) else "this"
-                raise fault(key, f"{name} is not a key of the policy file")
-            below = (*place, key.value)
-            if below in lines:
-                raise fault(key, f"{key.value} is set twice; remove one")
-            lines |= _lines(value, below) | {below: key.start_mark.line + 1}
+                raise yaml_error(key, f"{name} is not a key of the policy file")
+            child_location = (*location, key.value)
+            if child_location in lines:
+                raise yaml_error(key, f"{key.value} is set twice; remove one")
+            lines |= _line_numbers(value, child_location) | {
+                child_location: key.start_mark.line + 1
+            }
     return lines
 
 
-def _readable(path: Path, lines: Mapping[_Location, int], error: ValidationError) -> str:
+def _errors_text(path: Path, lines: Mapping[_Location, int], error: ValidationError) -> str:
     """Describes every error with its line, but without the values."""
     return "; ".join(
-        f"{_place(path, lines, item['loc'])}: {_fault(item)}"
+        f"{_location_text(path, lines, item['loc'])}: {_error_text(item)}"
         for item in error.errors(include_url=False, include_input=False)
     )
 
 
-def _fault(item: ErrorDetails) -> str:
+def _error_text(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
-        return _unknown_key(item["loc"])
+        return _unknown_key_text(item["loc"])
     if item["type"] == "tuple_type":
         return f"{item['loc'][-1]}: must be a list, with a dash before each item"
     text = item["msg"].removeprefix("Value error, ")
@@ -260,16 +262,22 @@ def _fault(item: ErrorDetails) -> str:
     return f"{names[-1]}: {text}" if names and item["type"] != "value_error" else text
 
 
-def _unknown_key(location: _Location) -> str:
-    model = _File if len(location) == 1 else _Step if "schedule" in location[:-1] else _Entry
-    name, known = str(location[-1]), [*model.model_fields]
-    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+def _unknown_key_text(location: _Location) -> str:
+    model = (
+        _File if len(location) == 1 else _ScheduleStep if "schedule" in location[:-1] else _Entry
+    )
+    name, field_names = str(location[-1]), [*model.model_fields]
+    close_matches = difflib.get_close_matches(name.replace("-", "_"), field_names, 1)
+    hint = (
+        f"did you mean {close_matches[0]}?"
+        if close_matches
+        else f"known keys: {', '.join(field_names)}"
+    )
     return f"{name} is not a key of the policy file: {hint}"
 
 
-def _place(path: Path, lines: Mapping[_Location, int], place: _Location) -> str:
+def _location_text(path: Path, lines: Mapping[_Location, int], location: _Location) -> str:
     """Names the file and the line of a node, or of the nearest enclosing node with a line."""
-    while place and place not in lines:
-        place = place[:-1]
-    return f"{path}, line {lines.get(place, 1)}"
+    while location and location not in lines:
+        location = location[:-1]
+    return f"{path}, line {lines.get(location, 1)}"

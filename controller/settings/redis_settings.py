@@ -15,8 +15,8 @@ def redis_access(settings: Settings) -> RedisAccess:
     Line breaks at the end of a user or password, which `echo` and YAML add, are removed.
     """
     names = [field.name for field in dataclasses.fields(RedisAccess)]
-    given: dict[str, Any] = {name: getattr(settings, f"redis_{name}") for name in names}
-    plain = {n: v.get_secret_value() for n, v in given.items() if isinstance(v, SecretStr)}
-    given |= plain
-    texts = {n: v.rstrip("\r\n") for n, v in given.items() if isinstance(v, str)}
-    return RedisAccess(**(given | texts))
+    values: dict[str, Any] = {name: getattr(settings, f"redis_{name}") for name in names}
+    secrets = {n: v.get_secret_value() for n, v in values.items() if isinstance(v, SecretStr)}
+    values |= secrets
+    texts = {n: v.rstrip("\r\n") for n, v in values.items() if isinstance(v, str)}
+    return RedisAccess(**(values | texts))

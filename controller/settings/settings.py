@@ -27,14 +27,14 @@ from pydantic_settings import (
 from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
-from controller.settings.listeners import Listener, clashes
+from controller.settings.listeners import Listener, port_conflicts
 from controller.settings.sources import (
     PREFIX,
     SettingsFile,
     SettingsFileError,
     Sources,
     read_settings_file,
-    variable,
+    variable_name,
 )
 from controller.util.sockets import socket_path
 from speculation.service_links import service_links
@@ -57,7 +57,7 @@ class SettingsError(SpeculationError):
     """A setting is unknown or has an unusable value; the message has one line for each."""
 
 
-def _is_unix(address: str) -> str:
+def _parse_unix_address(address: str) -> str:
     address = f"unix:{address}" if address.startswith("/") else address
     if not address.startswith("unix:") or socket_path(address) == Path():
         raise ValueError(
@@ -67,13 +67,13 @@ def _is_unix(address: str) -> str:
     return address
 
 
-def _is_host_port(address: str | None) -> str | None:
+def _check_host_port(address: str | None) -> str | None:
     if address is not None and not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:]+):\d{1,5}", address):
         raise ValueError("must be HOST:PORT")
     return address
 
 
-def _is_host(host: str) -> str:
+def _parse_host(host: str) -> str:
     """Checks a host and removes its brackets.  Raises ValueError."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if ":" in bare or bare != host:
@@ -88,29 +88,33 @@ def _is_host(host: str) -> str:
     return bare
 
 
-def _is_http(endpoint: str | None) -> str | None:
+def _check_http_url(endpoint: str | None) -> str | None:
     if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+:\d{1,5}", endpoint):
         raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
     return endpoint
 
 
-def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[object], object]:
-    known = {field.name for field in dataclasses.fields(kind)}
+def _unknown_field_check(
+    kind: type[PlannerSettings | TrainingSettings],
+) -> Callable[[object], object]:
+    field_names = {field.name for field in dataclasses.fields(kind)}
 
     def check(value: object) -> object:
-        if isinstance(value, Mapping) and (unknown := sorted(set(value) - known)):
-            raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        if isinstance(value, Mapping) and (unknown := sorted(set(value) - field_names)):
+            raise ValueError(
+                f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(field_names))}"
+            )
         return value
 
     return check
 
 
-_Host: TypeAlias = Annotated[str, AfterValidator(_is_host)]
+_Host: TypeAlias = Annotated[str, AfterValidator(_parse_host)]
 _Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
 
-def _read_again(what: str) -> Any:
-    return Field(None, description=f"File with {what}, read again for every connection.")
+def _reread_file_field(content: str) -> Any:
+    return Field(None, description=f"File with {content}, read again for every connection.")
 
 
 class _Environment(EnvSettingsSource):
@@ -134,12 +138,12 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    address: Annotated[str, AfterValidator(_is_unix)] = DEFAULT_ADDRESS
+    address: Annotated[str, AfterValidator(_parse_unix_address)] = DEFAULT_ADDRESS
     """Unix socket to serve on, unix:PATH or /PATH."""
     operators_directory: Path | None = None
     """Directory of the operators' socket, which no engine should have; by default that of
     address."""
-    tcp: Annotated[str | None, AfterValidator(_is_host_port)] = None
+    tcp: Annotated[str | None, AfterValidator(_check_host_port)] = None
     """TCP address HOST:PORT to serve on as well; see access and tls_certificate."""
     access: Path | None = None
     """File with the access list: who may read, steer, measure, install, override."""
@@ -180,19 +184,21 @@ class Settings(BaseSettings):
     """The fleet's Redis: redis[s]://, redis[s]+sentinel://, redis[s]+cluster:// or unix://."""
     redis_user: str | None = None
     """User (ACL) of Redis."""
-    redis_user_file: Path | None = _read_again("the user (ACL) of Redis")
+    redis_user_file: Path | None = _reread_file_field("the user (ACL) of Redis")
     redis_password: SecretStr | None = None
     """Password of Redis."""
-    redis_password_file: Path | None = _read_again("the password of Redis")
+    redis_password_file: Path | None = _reread_file_field("the password of Redis")
     redis_sentinel_user: str | None = None
     """User (ACL) of the Sentinels."""
-    redis_sentinel_user_file: Path | None = _read_again("the user (ACL) of the Sentinels")
+    redis_sentinel_user_file: Path | None = _reread_file_field("the user (ACL) of the Sentinels")
     redis_sentinel_password: SecretStr | None = None
     """Password of the Sentinels; by default they get that of Redis."""
-    redis_sentinel_password_file: Path | None = _read_again("the password of the Sentinels")
-    redis_ca: Path | None = _read_again("the authorities of Redis and its Sentinels (PEM)")
-    redis_client_certificate: Path | None = _read_again("the client certificate for them (PEM)")
-    redis_client_key: Path | None = _read_again("its private key (PEM)")
+    redis_sentinel_password_file: Path | None = _reread_file_field("the password of the Sentinels")
+    redis_ca: Path | None = _reread_file_field("the authorities of Redis and its Sentinels (PEM)")
+    redis_client_certificate: Path | None = _reread_file_field(
+        "the client certificate for them (PEM)"
+    )
+    redis_client_key: Path | None = _reread_file_field("its private key (PEM)")
     redis_namespace: str = Field("speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Part of every key in Redis."""
     redis_replicas: int = Field(0, ge=0, le=16)
@@ -224,15 +230,15 @@ class Settings(BaseSettings):
     """Serve gRPC channelz, on the unix sockets only; needs the package's extra `channelz`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of log lines that are written."""
-    planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = (
+    planner: Annotated[PlannerSettings, BeforeValidator(_unknown_field_check(PlannerSettings))] = (
         PlannerSettings()
     )
     """Constants of the decision."""
-    training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = (
-        TrainingSettings()
-    )
+    training: Annotated[
+        TrainingSettings, BeforeValidator(_unknown_field_check(TrainingSettings))
+    ] = TrainingSettings()
     """When a drafter is trained beside its engine (TIDE)."""
-    otlp_endpoint: Annotated[str | None, AfterValidator(_is_http)] = None
+    otlp_endpoint: Annotated[str | None, AfterValidator(_check_http_url)] = None
     """OpenTelemetry collector, http[s]://HOST:PORT (gRPC); needs the extra otel."""
     otlp_trace_ratio: float = Field(0.1, ge=0, le=1)
     """Share of traces (decisions, operators' calls) that are kept."""
@@ -268,12 +274,12 @@ class Settings(BaseSettings):
     @property
     def listeners(self) -> list[Listener]:
         """Returns the TCP listeners that the settings enable."""
-        named = [self.listener(name) for name in ("metrics", "page", "health")]
-        found = [listener for listener in named if listener.port]
+        optional_listeners = [self.listener(name) for name in ("metrics", "page", "health")]
+        listeners = [listener for listener in optional_listeners if listener.port]
         if self.tcp is None:
-            return found
+            return listeners
         host, _, port = self.tcp.rpartition(":")
-        return [Listener("tcp", host.strip("[]"), int(port)), *found]
+        return [Listener("tcp", host.strip("[]"), int(port)), *listeners]
 
     def listener(self, name: Literal["metrics", "page", "health"]) -> Listener:
         """Returns the address of one of these listeners; port 0: it is disabled."""
@@ -296,23 +302,23 @@ class Settings(BaseSettings):
         that CONTROLLER_CONFIG names, if any.  Raises SettingsError for unknown names and unusable
         values; the message names the source of each.
         """
-        _refuse_unknown(os.environ)
-        if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
-            config = Path(named)
+        _refuse_unknown_variables(os.environ)
+        if config is None and (config_path := os.environ.get(CONFIG_VARIABLE)):
+            config = Path(config_path)
         try:
             file = None if config is None else read_settings_file(config)
         except SettingsFileError as error:
             raise SettingsError(str(error)) from error
         if file is not None:
             _check_file(file)
-        given = {name: value for name, value in (flags or {}).items() if value is not None}
-        sources = Sources(given, _Environment(cls)(), file)
+        given_flags = {name: value for name, value in (flags or {}).items() if value is not None}
+        sources = Sources(given_flags, _Environment(cls)(), file)
         try:
             settings = cls(**sources.merged())
         except ValidationError as error:
-            lines = [_fault(item, sources) for item in error.errors(include_url=False)]
+            lines = [_error_line(item, sources) for item in error.errors(include_url=False)]
             raise SettingsError("\n".join(lines)) from error
-        _refuse_what_clashes(settings, sources)
+        _refuse_conflicts(settings, sources)
         return settings, sources
 
 
@@ -321,11 +327,11 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "training": TrainingSettings,
 }
 # Number of similar names that the error for an unknown one suggests.
-_NEAREST = 3
+_SUGGESTIONS_MAX = 3
 # Not quoted in errors: a URL may contain a password.
 _SECRETS = frozenset({"otlp_endpoint", "redis_password", "redis_sentinel_password", "redis_url"})
 # Settings that need another setting.
-_NEEDS = {
+_REQUIRED_WITH = {
     "tls_certificate": "tls_key",
     "tls_key": "tls_certificate",
     "tls_client_ca": "tls_certificate",
@@ -342,7 +348,7 @@ CLIENT_VARIABLES = frozenset(
 )
 
 
-def keys() -> Iterator[str]:
+def setting_keys() -> Iterator[str]:
     """Yields all settings, dotted, in the order in which they are declared."""
     for name in Settings.model_fields:
         if name in GROUPS:
@@ -351,32 +357,32 @@ def keys() -> Iterator[str]:
             yield name
 
 
-def variables() -> frozenset[str]:
+def setting_variables() -> frozenset[str]:
     """Returns the environment variables of all settings."""
-    return frozenset(map(variable, keys()))
+    return frozenset(map(variable_name, setting_keys()))
 
 
-def _fault(item: ErrorDetails, sources: Sources) -> str:
+def _error_line(item: ErrorDetails, sources: Sources) -> str:
     """Returns a line with a setting, its error, its value (unless secret) and its source."""
     path = item["loc"][:2] if item["loc"][0] in GROUPS else item["loc"][:1]
     key = ".".join(map(str, path))
-    said = sources.origin(key)
+    origin = sources.origin(key)
     shown = "" if key in _SECRETS or key in GROUPS else f"is {item['input']!r}"[:200]
-    where = "" if said.kind == "default" else f"from {said}"
-    remark = ", ".join(part for part in (shown, where) if part)
-    wrong = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {wrong}" + (f" ({remark})" if remark else "")
+    origin_text = "" if origin.kind == "default" else f"from {origin}"
+    remark = ", ".join(part for part in (shown, origin_text) if part)
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" + (f" ({remark})" if remark else "")
 
 
-def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
+def _refuse_conflicts(settings: Settings, sources: Sources) -> None:
     faults = [
-        f"{key}: needs {other} as well (from {sources.origin(key)})"
-        for key, other in _NEEDS.items()
-        if getattr(settings, key) != _default(key) and getattr(settings, other) is None
+        f"{key}: needs {second_key} as well (from {sources.origin(key)})"
+        for key, second_key in _REQUIRED_WITH.items()
+        if getattr(settings, key) != _default_value(key) and getattr(settings, second_key) is None
     ]
     faults += [
-        f"{text} (from {sources.origin(one)} and {sources.origin(other)})"
-        for one, other, text in clashes(settings.listeners)
+        f"{text} (from {sources.origin(first_key)} and {sources.origin(second_key)})"
+        for first_key, second_key, text in port_conflicts(settings.listeners)
     ]
     if faults:
         raise SettingsError("\n".join(faults))
@@ -384,45 +390,52 @@ def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
 
 def _check_file(file: SettingsFile) -> None:
     """Raises SettingsError for unknown keys, and for booleans that pydantic would take as 1."""
-    known, faults = [*keys(), *GROUPS], []
+    known_keys, faults = [*setting_keys(), *GROUPS], []
     for key, line in file.lines.items():
-        if key not in known:
-            near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
-            hint = f"did you mean {near[0]}?" if near else "see `controller config`"
+        if key not in known_keys:
+            close_matches = difflib.get_close_matches(key.replace("-", "_"), known_keys, 1)
+            hint = (
+                f"did you mean {close_matches[0]}?" if close_matches else "see `controller config`"
+            )
             faults.append(f"{file.path}, line {line}: {key} is not a setting: {hint}")
             continue
         value: Any = file.values
         for name in key.split("."):
             value = value[name]
         # Pydantic would accept true as the number 1.
-        if isinstance(value, bool) and not isinstance(_default(key), bool):
+        if isinstance(value, bool) and not isinstance(_default_value(key), bool):
             faults.append(f"{file.path}, line {line}: {key} cannot be true or false")
     if faults:
         raise SettingsError("\n".join(faults))
 
 
-def _default(key: str) -> Any:
+def _default_value(key: str) -> Any:
     name, _, constant = key.partition(".")
-    found = Settings.model_fields[name].default
-    return getattr(found, constant) if constant else found
+    group = Settings.model_fields[name].default
+    return getattr(group, constant) if constant else group
 
 
-def _refuse_unknown(environment: Mapping[str, str]) -> None:
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     # For a Service named "controller" or "controller-manager", Kubernetes sets such variables too.
-    known = variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
+    known_names = setting_variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
     links = service_links(environment)
     unknown = [
         name
         for name in sorted(environment)
         # pydantic-settings ignores the case of names.
-        if name.upper().startswith(PREFIX) and name not in known and name not in links
+        if name.upper().startswith(PREFIX) and name not in known_names and name not in links
     ]
     if unknown:
-        lines = [f"unknown environment variable {name}{_nearest(name, known)}" for name in unknown]
+        lines = [
+            f"unknown environment variable {name}{_did_you_mean_text(name, known_names)}"
+            for name in unknown
+        ]
         raise SettingsError("\n".join(lines))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _did_you_mean_text(name: str, known_names: Iterable[str]) -> str:
     """Returns the end of an error text, which suggests similar variables."""
-    nearest = difflib.get_close_matches(name.upper(), sorted(known), _NEAREST, cutoff=0.0)
+    nearest = difflib.get_close_matches(
+        name.upper(), sorted(known_names), _SUGGESTIONS_MAX, cutoff=0.0
+    )
     return f": did you mean {', '.join(nearest)}? (`controller config` lists all)"

@@ -19,9 +19,9 @@ from controller.core.errors import SpeculationError
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
-    fault,
     load_mapping,
     read_text,
+    yaml_error,
 )
 
 PREFIX = "CONTROLLER_"
@@ -71,36 +71,38 @@ class Sources:
 
     def merged(self) -> dict[str, Any]:
         """Returns all values in one mapping; groups are merged key by key."""
-        return _over(_over(self.file.values if self.file else {}, self.environment), self.flags)
+        return _merge_groups(
+            _merge_groups(self.file.values if self.file else {}, self.environment), self.flags
+        )
 
     def origin(self, key: str) -> SettingOrigin:
         """Returns the source of a setting's value."""
         path = key.split(".")
-        if _has(self.flags, path):
+        if _has_path(self.flags, path):
             return SettingOrigin("flag", _FLAGS.get(key, f"--{key.replace('_', '-')}"))
-        if _has(self.environment, path):
-            return SettingOrigin("environment", variable(key))
+        if _has_path(self.environment, path):
+            return SettingOrigin("environment", variable_name(key))
         if self.file is not None and key in self.file.lines:
             return SettingOrigin("file", f"{self.file.path}, line {self.file.lines[key]}")
         return SettingOrigin("default")
 
 
-def variable(key: str) -> str:
+def variable_name(key: str) -> str:
     """Returns the environment variable of a dotted key."""
     return f"{PREFIX}{key.replace('.', '__')}".upper()
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in above.items():
-        under = merged.get(name)
-        if isinstance(under, Mapping) and isinstance(value, Mapping):
-            value = {**under, **value}  # noqa: PLW2901  # the merged one
+def _merge_groups(base: Mapping[str, Any], overriding: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in overriding.items():
+        base_value = merged.get(name)
+        if isinstance(base_value, Mapping) and isinstance(value, Mapping):
+            value = {**base_value, **value}  # noqa: PLW2901  # the merged one
         merged[name] = value
     return merged
 
 
-def _has(values: Mapping[str, Any], path: list[str]) -> bool:
+def _has_path(values: Mapping[str, Any], path: list[str]) -> bool:
     value: Any = values
     for name in path:
         if not isinstance(value, Mapping) or name not in value:
@@ -112,10 +114,12 @@ def _has(values: Mapping[str, Any], path: list[str]) -> bool:
 def read_settings_file(path: Path) -> SettingsFile:
     """Reads a file; an empty one sets nothing.  Raises SettingsFileError if it cannot be used."""
     try:
-        found = load_mapping(read_text(path, _MAX_BYTES), _Loader, _lines)
+        content_and_lines = load_mapping(read_text(path, _MAX_BYTES), _Loader, _line_numbers)
     except StrictYamlError as error:
-        raise SettingsFileError(error.at(path)) from error
-    return SettingsFile(path, *found) if found else SettingsFile(path, {}, {})
+        raise SettingsFileError(error.located_text(path)) from error
+    return (
+        SettingsFile(path, *content_and_lines) if content_and_lines else SettingsFile(path, {}, {})
+    )
 
 
 class _Loader(StrictLoader):
@@ -124,20 +128,22 @@ class _Loader(StrictLoader):
     too_deep: ClassVar[str] = "there is only one level of groups"
 
 
-def _lines(root: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+def _line_numbers(root: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
     """Returns the line of every dotted key.  Raises MarkedYAMLError for a bad or repeated key."""
     lines: dict[str, int] = {}
     for key, value in root.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
-        plain = name.replace("_", "").replace("-", "").replace(".", "")
-        if not (plain.isalnum() and plain.isascii() and len(name) <= _MAX_KEY):
-            raise fault(
+        letters = name.replace("_", "").replace("-", "").replace(".", "")
+        if not (letters.isalnum() and letters.isascii() and len(name) <= _MAX_KEY):
+            raise yaml_error(
                 key, "this key is not the name of a setting; is there a space after its colon?"
             )
         dotted = f"{prefix}{name}"
         if dotted in lines:
-            raise fault(key, f"{dotted} is set twice, first in line {lines[dotted]}; remove one")
+            raise yaml_error(
+                key, f"{dotted} is set twice, first in line {lines[dotted]}; remove one"
+            )
         lines[dotted] = key.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):
-            lines |= _lines(value, f"{dotted}.")
+            lines |= _line_numbers(value, f"{dotted}.")
     return lines

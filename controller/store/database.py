@@ -23,9 +23,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from controller.core.errors import MALFORMED
+from controller.core.errors import MALFORMED_JSON_ERRORS
 from controller.store.interface import (
-    AUDIT_KEPT,
+    AUDIT_RECORDS_MAX,
     AuditRecord,
     Entry,
     StoreBrokenError,
@@ -58,11 +58,11 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_FORMAT};
 """
 
-_OF_ALL = (
+_SELECT_ALL = (
     "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
     "WHERE sequence < ? ORDER BY sequence DESC LIMIT ?"
 )
-_OF_ONE = (
+_SELECT_SUBJECT = (
     "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
     "WHERE sequence < ? AND subject = ? ORDER BY sequence DESC LIMIT ?"
 )
@@ -84,12 +84,12 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """An entry in the database.  until: Unix seconds of its end; None if it has none."""
+    """An entry in the database.  expires_at: Unix seconds of its end; None if it has none."""
 
     override_id: str
     revision: int
     body: str
-    until: float | None
+    expires_at: float | None
     created_at: float
     ended: str
 
@@ -99,55 +99,56 @@ class StoredEntry:
         text = json.dumps(astuple(self))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def over(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         """Returns whether it has expired."""
-        return self.until is not None and self.until <= now
+        return self.expires_at is not None and self.expires_at <= now
 
-    def entry(self, now: float) -> Entry:
+    def to_entry(self, now: float) -> Entry:
         """Returns this entry as the store interface defines it."""
-        left = None if self.until is None else max(0.0, self.until - now)
+        remaining_seconds = None if self.expires_at is None else max(0.0, self.expires_at - now)
         return Entry(
-            self.override_id, self.revision, self.body, left, self.created_at, self.ended
+            self.override_id, self.revision, self.body, remaining_seconds, self.created_at,
+            self.ended
         )  # fmt: skip
 
 
 class Database:
     """An open database.  All methods may raise StoreUnavailableError and StoreBrokenError.
 
-    Call `change`, `note`, `replace` and `close` on one thread, and `audit` on another one, unless
-    `alone` is set.  alone: there was no disk space for the shared-memory file, so that reads use
-    the writing connection.
+    Call `change`, `add_record`, `replace` and `close` on one thread, and `audit` on another one,
+    unless `is_single_connection` is set.  is_single_connection: there was no disk space for the
+    shared-memory file, so that reads use the writing connection.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader: sqlite3.Connection | None = None
-        self.alone = False
+        self.is_single_connection = False
         refuse_links(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
-        with self._typed():
+        with self._translate_errors():
             _create_database(path)
             try:
-                self._writer = self._opened()
+                self._writer = self._open_writer()
             except sqlite3.OperationalError as error:
                 if _code(error) not in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}:
                     raise
-                self.alone = True
-                self._writer = self._opened()
-        self._inodes = {file: inode for file in self._files if (inode := _inode(file))}
+                self.is_single_connection = True
+                self._writer = self._open_writer()
+        self._inodes = {file: inode for file in self._files if (inode := _inode_key(file))}
 
     @property
     def _files(self) -> list[Path]:
         return [Path(f"{self._path}{suffix}") for suffix in ("", "-wal", "-shm")]
 
     def _require_files(self) -> None:
-        moved = [str(file) for file, inode in self._inodes.items() if _inode(file) != inode]
+        moved = [str(file) for file, inode in self._inodes.items() if _inode_key(file) != inode]
         if moved:
             raise StoreUnavailableError(
                 f"{', '.join(moved)}: removed or replaced while in use; nothing was changed. "
                 "Restore it, or restart the sidecar: it then uses the overrides of the new file"
             )
 
-    def _opened(self) -> sqlite3.Connection:
+    def _open_writer(self) -> sqlite3.Connection:
         connection = _connect(self._path, "rw")
         try:
             self._prepare(connection)
@@ -157,7 +158,7 @@ class Database:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        if self.alone:
+        if self.is_single_connection:
             # Without shared memory: SQLite keeps the index of the WAL on its heap.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         for name, value in (
@@ -184,7 +185,7 @@ class Database:
     @property
     def last_sequence(self) -> int:
         """Returns the highest sequence or revision that was used; 0 in an empty database."""
-        with self._typed():
+        with self._translate_errors():
             sequence, revision = self._writer.execute(
                 "SELECT (SELECT max(sequence) FROM audit), (SELECT max(revision) FROM entries)"
             ).fetchone()
@@ -192,29 +193,29 @@ class Database:
 
     def entries(self) -> list[StoredEntry]:
         """Returns all entries, tombstones and expired ones included."""
-        with self._typed():
+        with self._translate_errors():
             rows = self._writer.execute(
                 "SELECT override_id, revision, body, until, created_at, ended, checksum "
                 "FROM entries ORDER BY revision"
             ).fetchall()
-            return [_stored(row) for row in rows]
+            return [_entry_from_row(row) for row in rows]
 
     def change(self, entry: StoredEntry, record: AuditRecord) -> None:
         """Writes an entry, replacing one with its id, and an audit record; durable on return."""
-        with self._typed(), self._transaction() as connection:
-            _put(connection, entry)
-            _append(connection, record)
+        with self._translate_errors(), self._transaction() as connection:
+            _insert_entry(connection, entry)
+            _insert_record(connection, record)
 
-    def note(self, record: AuditRecord) -> None:
+    def add_record(self, record: AuditRecord) -> None:
         """Writes an audit record of an action that changes no entry; durable on return."""
-        with self._typed(), self._transaction() as connection:
-            _append(connection, record)
+        with self._translate_errors(), self._transaction() as connection:
+            _insert_record(connection, record)
 
     def replace(self, entries: Sequence[StoredEntry]) -> None:
         """Writes entries, replacing those with their ids, without an audit record."""
-        with self._typed(), self._transaction() as connection:
+        with self._translate_errors(), self._transaction() as connection:
             for entry in entries:
-                _put(connection, entry)
+                _insert_entry(connection, entry)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -236,33 +237,33 @@ class Database:
     def audit(self, limit: int, subject: str, before: int | None) -> list[AuditRecord]:
         """Returns the newest records first: of one subject unless "", older than `before`."""
         oldest = _LARGEST if before is None else min(before, _LARGEST)
-        with self._typed():
-            found = (
-                self._reading().execute(_OF_ONE, (oldest, subject, limit))
+        with self._translate_errors():
+            cursor = (
+                self._reader_connection().execute(_SELECT_SUBJECT, (oldest, subject, limit))
                 if subject
-                else self._reading().execute(_OF_ALL, (oldest, limit))
+                else self._reader_connection().execute(_SELECT_ALL, (oldest, limit))
             )
-            return [_audit(row) for row in found.fetchall()]
+            return [_record_from_row(row) for row in cursor.fetchall()]
 
-    def _reading(self) -> sqlite3.Connection:
-        if self.alone:
+    def _reader_connection(self) -> sqlite3.Connection:
+        if self.is_single_connection:
             return self._writer
         if self._reader is None:
             self._reader = _connect(self._path, "ro")
         return self._reader
 
     @contextlib.contextmanager
-    def _typed(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Turns errors of SQLite and invalid rows into the errors of the store interface."""
         try:
             yield
         except sqlite3.Error as error:
             reason = _REASONS.get(_code(error))
             if reason is None:
-                raise _damaged(self._path, error) from error
+                raise _damage_error(self._path, error) from error
             raise StoreUnavailableError(f"{self._path}: {reason}") from error
-        except MALFORMED as error:
-            raise _damaged(self._path, error) from error
+        except MALFORMED_JSON_ERRORS as error:
+            raise _damage_error(self._path, error) from error
 
 
 def refuse_links(*paths: Path) -> None:
@@ -281,7 +282,7 @@ def refuse_links(*paths: Path) -> None:
             raise StoreBrokenError(f"{path} is not a regular file; move it away")
 
 
-def _put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
+def _insert_entry(connection: sqlite3.Connection, entry: StoredEntry) -> None:
     """Writes an entry, replacing one with its id."""
     connection.execute(
         "INSERT OR REPLACE INTO entries "
@@ -291,10 +292,10 @@ def _put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
     )
 
 
-def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
-    sequence, *rest = astuple(record)
+def _insert_record(connection: sqlite3.Connection, record: AuditRecord) -> None:
+    sequence, *fields = astuple(record)
     connection.execute(
-        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (int(sequence), *rest)
+        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (int(sequence), *fields)
     )
     if int(record.sequence) % _PRUNE_EVERY == 0:
         _prune(connection, record.at)
@@ -303,18 +304,19 @@ def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
 def _prune(connection: sqlite3.Connection, now: float) -> None:
     """Removes all but the newest audit records, and the expired tombstones."""
     connection.execute(
-        "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)
+        "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?",
+        (AUDIT_RECORDS_MAX,),
     )
     connection.execute("DELETE FROM entries WHERE ended <> '' AND until <= ?", (now,))
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def _inode_key(path: Path) -> tuple[int, int] | None:
     """Returns the device and inode numbers; None if the file does not exist."""
     try:
-        found = path.stat(follow_symlinks=False)
+        status = path.stat(follow_symlinks=False)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -330,14 +332,14 @@ def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
-def _damaged(path: Path, error: Exception) -> StoreBrokenError:
+def _damage_error(path: Path, error: Exception) -> StoreBrokenError:
     return StoreBrokenError(
         f"{path} is damaged ({error}): restore it from a backup, or move it away together with "
         f"{path.name}-wal to start without overrides"
     )
 
 
-def _stored(row: Iterable[Any]) -> StoredEntry:
+def _entry_from_row(row: Iterable[Any]) -> StoredEntry:
     *fields, checksum = row
     entry = StoredEntry(*fields)
     if entry.checksum != checksum:
@@ -345,7 +347,7 @@ def _stored(row: Iterable[Any]) -> StoredEntry:
     return entry
 
 
-def _audit(row: Sequence[Any]) -> AuditRecord:
+def _record_from_row(row: Sequence[Any]) -> AuditRecord:
     sequence, at, *texts = row
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"audit record {sequence} contains a value that is not text")
@@ -399,13 +401,17 @@ def _require_entries(connection: sqlite3.Connection) -> None:
     It may have lost pages if some are orphaned.  If the audit is damaged, the orphaned pages may
     belong to the audit: reading it reports that, and overrides do not depend on it.
     """
-    found = _fault(connection, "(entries)")
-    if not found and (anywhere := _fault(connection, "")) and not _fault(connection, "(audit)"):
-        found = anywhere
-    if found:
-        raise sqlite3.DatabaseError(" ".join(found.split()))
+    damage = _quick_check(connection, "(entries)")
+    if (
+        not damage
+        and (damage_anywhere := _quick_check(connection, ""))
+        and not _quick_check(connection, "(audit)")
+    ):
+        damage = damage_anywhere
+    if damage:
+        raise sqlite3.DatabaseError(" ".join(damage.split()))
 
 
-def _fault(connection: sqlite3.Connection, scope: str) -> str:
-    found = str(connection.execute(f"PRAGMA quick_check{scope}").fetchone()[0])
-    return "" if found == "ok" else found
+def _quick_check(connection: sqlite3.Connection, scope: str) -> str:
+    result = str(connection.execute(f"PRAGMA quick_check{scope}").fetchone()[0])
+    return "" if result == "ok" else result

@@ -27,33 +27,33 @@ from typing import Any, TypeVar
 
 import structlog
 
-from controller.core.errors import MALFORMED
+from controller.core.errors import MALFORMED_JSON_ERRORS
 from controller.store.database import Database, StoredEntry, refuse_links
 from controller.store.interface import (
-    BLOB_NAMES,
+    BLOB_NAMES_MAX,
     LIVE_ENTRIES_MAX,
     TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
     Blob,
     BlobKind,
+    ChangeListener,
     ConflictError,
     Entry,
     Health,
-    Listener,
     SkippedEntries,
     StoreError,
     StoreFullError,
     StoreTakenError,
     StoreUnavailableError,
-    SummaryBoard,
+    SummaryStore,
     UnknownSequenceError,
-    text_from_json,
+    require_text,
 )
-from controller.util.files import remove_unfinished, write_whole
+from controller.util.files import remove_partial_files, write_atomically
 from controller.util.tasks import Work
 
-_SIDECAR = Actor("", "its time was up", "sidecar")
+_EXPIRY_ACTOR = Actor("", "its time was up", "sidecar")
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -68,27 +68,27 @@ class FileStore:
         self._skipped = SkippedEntries(str(directory))
         self.blobs = FileBlobStore(directory / "shelf", wall, self._skipped)
         # The directory belongs to one sidecar.
-        self.summaries: SummaryBoard | None = None
+        self.summaries: SummaryStore | None = None
         # Wall time minus monotonic time when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None
         self._database: Database | None = None
-        self._held: dict[str, StoredEntry] = {}
+        self._entries: dict[str, StoredEntry] = {}
         self._sequence = 0
-        self._one_at_a_time = asyncio.Lock()
+        self._change_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._trouble = ""
-        self._since = time.monotonic()
+        self._fault = ""
+        self._state_since = time.monotonic()
         self._writing = ThreadPoolExecutor(1, "store-write")
         self._reading = ThreadPoolExecutor(1, "store-read")
         self._closed = False
 
-    async def open(self, changed: Listener) -> None:
+    async def open(self, changed: ChangeListener) -> None:
         """Opens the directory.  Raises StoreTakenError, StoreBrokenError, StoreUnavailableError."""
         del changed  # this sidecar is the only writer
-        await self._in(self._writing, self._open)
+        await self._run_on(self._writing, self._open)
 
-    async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+    async def _run_on(self, thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def _now(self) -> float:
@@ -100,15 +100,15 @@ class FileStore:
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
             self._lock()
-            remove_unfinished(self._directory)
+            remove_partial_files(self._directory)
             self._database = Database(self._directory / "overrides.db")
             self._sequence = self._database.last_sequence
             self._load(self._database)
         except OSError as error:
-            self._shut()
+            self._close_files()
             raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
         except BaseException:
-            self._shut()
+            self._close_files()
             raise
 
     def _lock(self) -> None:
@@ -126,8 +126,8 @@ class FileStore:
         """Loads the entries, and redates those from the future."""
         now = self._now()
         stored = database.entries()
-        moved = [_moved_back(entry, now) for entry in stored if entry.created_at > now]
-        self._held = {entry.override_id: entry for entry in (*stored, *moved)}
+        moved = [_redated(entry, now) for entry in stored if entry.created_at > now]
+        self._entries = {entry.override_id: entry for entry in (*stored, *moved)}
         if not moved:
             return
         _log.warning(
@@ -150,16 +150,16 @@ class FileStore:
     async def close(self) -> None:
         """Waits for running changes, and closes the store.  It cannot be opened again."""
         await asyncio.gather(*self._changes, return_exceptions=True)
-        async with self._one_at_a_time:
+        async with self._change_lock:
             if self._closed:
                 return
             self._closed = True
-            await self._in(self._reading, lambda: None)
-            await self._in(self._writing, self._shut)
+            await self._run_on(self._reading, lambda: None)
+            await self._run_on(self._writing, self._close_files)
             self._reading.shutdown()
             self._writing.shutdown()
 
-    def _shut(self) -> None:
+    def _close_files(self) -> None:
         if self._database is not None:
             self._database.close()
             self._database = None
@@ -169,110 +169,117 @@ class FileStore:
 
     async def entries(self) -> Sequence[Entry]:
         """Returns all entries.  Ends expired ones even if that cannot be written."""
-        async with self._one_at_a_time:
+        async with self._change_lock:
             now = self._now()
-            for held in list(self._held.values()):
-                if held.over(now):
-                    await self._run_out(held, now)
-            return [held.entry(now) for held in self._held.values()]
+            for entry in list(self._entries.values()):
+                if entry.has_expired(now):
+                    await self._expire(entry, now)
+            return [entry.to_entry(now) for entry in self._entries.values()]
 
-    async def _run_out(self, held: StoredEntry, now: float) -> None:
-        if held.ended:
-            del self._held[held.override_id]
+    async def _expire(self, entry: StoredEntry, now: float) -> None:
+        if entry.ended:
+            del self._entries[entry.override_id]
             return
-        after = self._next(held.override_id, "", TOMBSTONE_SECONDS, now, "expired")
+        tombstone = self._next_entry(entry.override_id, "", TOMBSTONE_SECONDS, now, "expired")
         try:
-            await self._commit("expire", after, held, _SIDECAR)
+            await self._commit("expire", tombstone, entry, _EXPIRY_ACTOR)
         except StoreError:
             # The database still has its end, so the next start expires it again.
-            self._held[held.override_id] = after
+            self._entries[entry.override_id] = tombstone
 
     async def write(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
+        self, override_id: str, body: str, seconds: float | None, expected: int, actor: Actor
     ) -> Entry:
         """Implements the method of the store interface."""
-        return await self._finished(self._change(override_id, body, seconds, expected, who))
+        return await self._run_to_completion(
+            self._apply_change(override_id, body, seconds, expected, actor)
+        )
 
-    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
+    async def clear(self, override_id: str, expected: int, actor: Actor) -> Entry:
         """Implements the method of the store interface."""
-        return await self._finished(self._change(override_id, "", TOMBSTONE_SECONDS, expected, who))
+        return await self._run_to_completion(
+            self._apply_change(override_id, "", TOMBSTONE_SECONDS, expected, actor)
+        )
 
-    async def record(self, action: str, subject: str, who: Actor) -> None:
+    async def record(self, action: str, subject: str, actor: Actor) -> None:
         """Implements the method of the store interface."""
-        await self._finished(self._note(action, subject, who))
+        await self._run_to_completion(self._add_record(action, subject, actor))
 
-    async def _note(self, action: str, subject: str, who: Actor) -> None:
-        async with self._one_at_a_time:
+    async def _add_record(self, action: str, subject: str, actor: Actor) -> None:
+        async with self._change_lock:
             sequence = self._sequence + 1
             record = AuditRecord(
-                str(sequence), self._now(), action, subject, who.author, who.reason, who.origin,
+                str(sequence), self._now(), action, subject, actor.author, actor.reason,
+                actor.origin,
                 "", "",
             )  # fmt: skip
-            await self._written(lambda: self._opened().note(record))
+            await self._write_to_database(lambda: self._open_database().add_record(record))
             self._sequence = sequence
 
-    async def _finished(self, change: Coroutine[Any, Any, _T]) -> _T:
+    async def _run_to_completion(self, change: Coroutine[Any, Any, _T]) -> _T:
         # A change that has started is completed even if its caller is cancelled.
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
-    async def _change(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
+    async def _apply_change(
+        self, override_id: str, body: str, seconds: float | None, expected: int, actor: Actor
     ) -> Entry:
-        async with self._one_at_a_time:
+        async with self._change_lock:
             now = self._now()
-            before = self._expect(override_id, expected, now)
-            if body and (before is None or before.ended):
+            previous = self._require_revision(override_id, expected, now)
+            if body and (previous is None or previous.ended):
                 self._require_room(now)
-            after = self._next(override_id, body, seconds, now, "" if body else "cleared")
-            action = "clear" if not body else "replace" if before else "set"
-            await self._commit(action, after, before, who)
-            return after.entry(now)
+            changed = self._next_entry(override_id, body, seconds, now, "" if body else "cleared")
+            action = "clear" if not body else "replace" if previous else "set"
+            await self._commit(action, changed, previous, actor)
+            return changed.to_entry(now)
 
-    def _expect(self, override_id: str, expected: int, now: float) -> StoredEntry | None:
-        found = self._held.get(override_id)
-        if (found.revision if found else 0) != expected:
-            raise ConflictError(override_id, expected, found.entry(now) if found else None)
-        return found
+    def _require_revision(self, override_id: str, expected: int, now: float) -> StoredEntry | None:
+        entry = self._entries.get(override_id)
+        if (entry.revision if entry else 0) != expected:
+            raise ConflictError(override_id, expected, entry.to_entry(now) if entry else None)
+        return entry
 
     def _require_room(self, now: float) -> None:
-        live = sum(not held.ended and not held.over(now) for held in self._held.values())
+        live = sum(
+            not entry.ended and not entry.has_expired(now) for entry in self._entries.values()
+        )
         if live >= LIVE_ENTRIES_MAX:
             raise StoreFullError(live)
 
-    def _next(
+    def _next_entry(
         self, override_id: str, body: str, seconds: float | None, now: float, ended: str
     ) -> StoredEntry:
         """Makes an entry; its revision is the sequence of its audit record."""
-        until = None if seconds is None else now + seconds
-        return StoredEntry(override_id, self._sequence + 1, body, until, now, ended)
+        expires_at = None if seconds is None else now + seconds
+        return StoredEntry(override_id, self._sequence + 1, body, expires_at, now, ended)
 
     async def _commit(
-        self, action: str, after: StoredEntry, before: StoredEntry | None, who: Actor
+        self, action: str, changed: StoredEntry, previous: StoredEntry | None, actor: Actor
     ) -> None:
         record = AuditRecord(
-            str(after.revision), after.created_at, action, after.override_id, who.author,
-            who.reason, who.origin, before.body if before else "", after.body,
+            str(changed.revision), changed.created_at, action, changed.override_id, actor.author,
+            actor.reason, actor.origin, previous.body if previous else "", changed.body,
         )  # fmt: skip
-        await self._written(lambda: self._opened().change(after, record))
-        self._held[after.override_id] = after
-        self._sequence = after.revision
+        await self._write_to_database(lambda: self._open_database().change(changed, record))
+        self._entries[changed.override_id] = changed
+        self._sequence = changed.revision
 
-    async def _written(self, work: Callable[[], None]) -> None:
+    async def _write_to_database(self, work: Callable[[], None]) -> None:
         """Runs `work` on the writing thread; `health` reports whether the last write succeeded."""
         try:
-            await self._in(self._writing, work)
+            await self._run_on(self._writing, work)
         except StoreError as error:
-            if not self._trouble:
-                self._since = time.monotonic()
-            self._trouble = str(error)
+            if not self._fault:
+                self._state_since = time.monotonic()
+            self._fault = str(error)
             raise
-        if self._trouble:
-            self._trouble, self._since = "", time.monotonic()
+        if self._fault:
+            self._fault, self._state_since = "", time.monotonic()
 
-    def _opened(self) -> Database:
+    def _open_database(self) -> Database:
         if self._database is None:
             raise StoreUnavailableError("the store is closed; nothing was changed")
         return self._database
@@ -284,26 +291,26 @@ class FileStore:
                 f"sequence {before[:40]!r} is not from this store", field_path="before_sequence"
             )
         older_than = int(before) if before else None
-        alone = self._opened().alone
-        return await self._in(
-            self._writing if alone else self._reading,
-            lambda: self._opened().audit(limit, subject, older_than),
+        is_single_connection = self._open_database().is_single_connection
+        return await self._run_on(
+            self._writing if is_single_connection else self._reading,
+            lambda: self._open_database().audit(limit, subject, older_than),
         )
 
     @property
     def health(self) -> Health:
         """Returns the state; not ok if the database cannot be written."""
-        detail = self._trouble or f"file store in {self._directory}"
+        detail = self._fault or f"file store in {self._directory}"
         return Health(
-            not self._trouble, detail, time.monotonic() - self._since,
+            not self._fault, detail, time.monotonic() - self._state_since,
             skipped=dict(self._skipped.counts),
         )  # fmt: skip
 
 
-def _moved_back(entry: StoredEntry, now: float) -> StoredEntry:
+def _redated(entry: StoredEntry, now: float) -> StoredEntry:
     """Redates an entry as if it had been created now."""
-    until = None if entry.until is None else now + (entry.until - entry.created_at)
-    return dataclasses.replace(entry, until=until, created_at=now)
+    expires_at = None if entry.expires_at is None else now + (entry.expires_at - entry.created_at)
+    return dataclasses.replace(entry, expires_at=expires_at, created_at=now)
 
 
 class FileBlobStore:
@@ -321,11 +328,11 @@ class FileBlobStore:
         self._directory = directory
         self._skipped = skipped or SkippedEntries(str(directory))
         self._wall = wall
-        self._one_at_a_time = asyncio.Lock()
+        self._put_lock = asyncio.Lock()
 
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """Implements the method of the store interface."""
-        async with self._one_at_a_time:
+        async with self._put_lock:
             await self._run(lambda: self._put(kind, name, source, text))
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
@@ -345,11 +352,11 @@ class FileBlobStore:
     def _put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         folder = self._directory / kind.name / name
         body = json.dumps({"at": self._wall(), "text": text})
-        write_whole(folder / f"{source}.json", body.encode())
+        write_atomically(folder / f"{source}.json", body.encode())
         os.utime(folder)
         for _, path in self._items(kind, name)[kind.sources :]:
             path.unlink(missing_ok=True)
-        for old in self._names(kind)[BLOB_NAMES:]:
+        for old in self._names(kind)[BLOB_NAMES_MAX:]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _names(self, kind: BlobKind) -> list[Path]:
@@ -359,20 +366,20 @@ class FileBlobStore:
         return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
 
     def _items(self, kind: BlobKind, name: str) -> list[tuple[Blob, Path]]:
-        now, found = self._wall(), []
+        now, items = self._wall(), []
         for path in (self._directory / kind.name / name).glob("*.json"):
             try:
                 body = json.loads(path.read_bytes())
-                text, at = text_from_json(body["text"]), float(body["at"])
+                text, at = require_text(body["text"]), float(body["at"])
                 if not math.isfinite(at):
                     raise ValueError("must be a time")
                 item = Blob(path.stem, text, max(0.0, now - at))
-            except (OSError, *MALFORMED) as error:
+            except (OSError, *MALFORMED_JSON_ERRORS) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 self._skipped.add(kind.name, [f"{name}/{path.name}"], reason or "")
                 continue
             if kind.seconds is None or item.age_seconds < kind.seconds:
-                found.append((item, path))
+                items.append((item, path))
             else:
                 path.unlink(missing_ok=True)
-        return sorted(found, key=lambda pair: pair[0].age_seconds)
+        return sorted(items, key=lambda pair: pair[0].age_seconds)

@@ -24,19 +24,19 @@ TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 # Most active overrides: every plan applies all of them.
 LIVE_ENTRIES_MAX: Final = 200
 # Most audit records of a store; the oldest are removed first.
-AUDIT_KEPT = 100_000
+AUDIT_RECORDS_MAX = 100_000
 # Most names of one kind of blobs; the least recently put is removed first.
-BLOB_NAMES = 1000
+BLOB_NAMES_MAX = 1000
 # Interval between two log lines about one kind of entries.
 LOG_SECONDS: Final = 60.0
 # Kinds of entries that are read one by one, so that unreadable ones are skipped.
 SKIPPED_KINDS: Final = ("override", "override_beyond_limit", "audit", "profiles", "acceptance")
 # Most names in such a log line.
-_NAMED_MAX: Final = 5
+_LOGGED_NAMES_MAX: Final = 5
 
 _log = structlog.get_logger(__name__)
 
-Listener = Callable[[], None]
+ChangeListener = Callable[[], None]
 
 
 class StoreError(SpeculationError):
@@ -70,11 +70,11 @@ class StoreFullError(StoreError):
 
 
 class ConflictError(StoreError):
-    """The entry is not at the revision that the write expects.  `found`: the entry in the store."""
+    """The stored entry is not at the revision that the write expects.  `stored_entry`: it."""
 
-    def __init__(self, override_id: str, expected: int, found: "Entry | None") -> None:
+    def __init__(self, override_id: str, expected: int, stored_entry: "Entry | None") -> None:
         super().__init__(f"override {override_id!r} is not at revision {expected}")
-        self.found = found
+        self.stored_entry = stored_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Health:
 class Store(Protocol):
     """Keeps overrides; see the module.  All methods but `close` may raise StoreUnavailableError."""
 
-    async def open(self, changed: Listener) -> None:
+    async def open(self, changed: ChangeListener) -> None:
         """Opens the store.  `changed` is called on the event loop when `entries` may have changed.
 
         Raises StoreBrokenError, StoreTakenError.
@@ -171,7 +171,7 @@ class Store(Protocol):
         body: str,
         seconds: float | None,
         expected: int,
-        who: Actor,
+        actor: Actor,
     ) -> Entry:
         """Creates an entry (expected = 0), or replaces that of this revision; durable on return.
 
@@ -179,10 +179,10 @@ class Store(Protocol):
         StoreFullError.
         """
 
-    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
+    async def clear(self, override_id: str, expected: int, actor: Actor) -> Entry:
         """Ends an entry and returns its tombstone.  Raises ConflictError."""
 
-    async def record(self, action: str, subject: str, who: Actor) -> None:
+    async def record(self, action: str, subject: str, actor: Actor) -> None:
         """Adds an audit record of an action that changes no entry; durable on return."""
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
@@ -201,7 +201,7 @@ class Store(Protocol):
         """Returns the blob store in the same place."""
 
     @property
-    def summaries(self) -> "SummaryBoard | None":
+    def summaries(self) -> "SummaryStore | None":
         """Returns the summaries of all sidecars' engines; None for a store of one sidecar."""
 
 
@@ -263,16 +263,16 @@ class Summary:
 class Summaries:
     """The summaries of all sidecars.
 
-    found: the newest first.  refused: number of those with a wrong type or size.  left_out: number
-    of those that did not fit into one answer.
+    summaries: the newest first.  refused: number of those with a wrong type or size.  left_out:
+    number of those that did not fit into one answer.
     """
 
-    found: Sequence[Summary]
+    summaries: Sequence[Summary]
     refused: int = 0
     left_out: int = 0
 
 
-class SummaryBoard(Protocol):
+class SummaryStore(Protocol):
     """Keeps one text of each sidecar for a limited time.  It is not needed for decisions.
 
     All methods may raise StoreUnavailableError.  While the store is unavailable they do so at once;
@@ -289,7 +289,7 @@ class SummaryBoard(Protocol):
         """Returns all summaries."""
 
 
-def text_from_json(value: object) -> str:
+def require_text(value: object) -> str:
     """Checks an untrusted text.  Raises one of MALFORMED."""
     if not isinstance(value, str):
         raise TypeError("must be a text")
@@ -308,8 +308,8 @@ class SkippedEntries:
     It counts by kind since the start; each read counts again.  where: the store.  clock: seconds.
     """
 
-    def __init__(self, where: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._where = where
+    def __init__(self, location: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._location = location
         self._clock = clock
         self._logged_at: dict[str, float] = {}
         self.counts: Counter[str] = Counter(dict.fromkeys(SKIPPED_KINDS, 0))
@@ -325,6 +325,6 @@ class SkippedEntries:
             return
         self._logged_at[kind] = now
         _log.error(
-            "store_entries_skipped", store=self._where, kind=kind, count=number,
-            names=list(names[:_NAMED_MAX]), error=reason, skipped_so_far=self.counts[kind],
+            "store_entries_skipped", store=self._location, kind=kind, count=number,
+            names=list(names[:_LOGGED_NAMES_MAX]), error=reason, skipped_so_far=self.counts[kind],
         )  # fmt: skip

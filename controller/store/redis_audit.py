@@ -4,9 +4,16 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from controller.core.errors import MALFORMED
-from controller.store.interface import AUDIT_KEPT, AuditRecord, SkippedEntries
-from controller.store.redis_replies import list_of, number_of, rows_of, shown, text_of, time_of
+from controller.core.errors import MALFORMED_JSON_ERRORS
+from controller.store.interface import AUDIT_RECORDS_MAX, AuditRecord, SkippedEntries
+from controller.store.redis_replies import (
+    decode_integer,
+    decode_text,
+    require_list,
+    require_time,
+    split_rows,
+    to_printable,
+)
 
 # Records that one script call examines, bytes of one record, and bytes that one call returns.
 _PAGE: Final = 500
@@ -14,12 +21,12 @@ _RECORD_BYTES_MAX: Final = 256 * 1024
 _BYTES_MAX: Final = 4 * 1024 * 1024
 # Readable records that one query examines, and its script calls, at most.
 _SEARCHED_MAX: Final = 10_000
-_LOOKS_MAX: Final = (AUDIT_KEPT + _SEARCHED_MAX) // _PAGE
+_LOOKS_MAX: Final = (AUDIT_RECORDS_MAX + _SEARCHED_MAX) // _PAGE
 
 # KEYS 1 the stream.  ARGV 1 the newest id to examine, as in XREVRANGE.
 # -> {number of examined ids; the oldest of them, or ''; number of unreadable records; flat, for
 #     every record: id, at, action, subject, author, reason, origin, before, after}
-_LOOK = (
+_LOOK_SCRIPT = (
     f"local PAGE, RECORD_MAX, BYTES_MAX = {_PAGE}, {_RECORD_BYTES_MAX}, {_BYTES_MAX}\n"
     """
 local names = {'at', 'action', 'subject', 'author', 'reason', 'origin', 'before', 'after'}
@@ -49,7 +56,7 @@ return {looked, last, unreadable, all}
 _T = TypeVar("_T")
 
 
-class Ask(Protocol):
+class RedisCaller(Protocol):
     """Sends a command to Redis and decodes the reply.  Raises StoreUnavailableError."""
 
     async def __call__(
@@ -65,7 +72,7 @@ class Ask(Protocol):
 class RedisAudit:
     """Reads the audit.  key: of the stream."""
 
-    def __init__(self, client: Any, ask: Ask, key: str, skipped: SkippedEntries) -> None:
+    def __init__(self, client: Any, ask: RedisCaller, key: str, skipped: SkippedEntries) -> None:
         self._client = client
         self._ask = ask
         self._key = key
@@ -77,38 +84,45 @@ class RedisAudit:
         It searches at most the newest 10,000.  Unreadable records are counted and skipped.
         """
         end = f"({before}" if before else "+"
-        found: list[AuditRecord] = []
+        matching: list[AuditRecord] = []
         readable = 0
         for _ in range(_LOOKS_MAX):
-            call = functools.partial(self._client.eval, _LOOK, 1, self._key, end)
-            looked, last, unreadable, rows = await self._ask(call, _looked)
-            records = self._records(rows, unreadable)
-            found += [record for record in records if subject in {"", record.subject}]
+            call = functools.partial(self._client.eval, _LOOK_SCRIPT, 1, self._key, end)
+            looked, last, unreadable, rows = await self._ask(call, _read_look_reply)
+            records = self._decode_records(rows, unreadable)
+            matching += [record for record in records if subject in {"", record.subject}]
             readable += len(records)
-            if not looked or len(found) >= limit or readable >= _SEARCHED_MAX:
+            if not looked or len(matching) >= limit or readable >= _SEARCHED_MAX:
                 break
             end = f"({last}"
-        return found[:limit]
+        return matching[:limit]
 
-    def _records(self, rows: Sequence[tuple[Any, ...]], unreadable: int) -> list[AuditRecord]:
+    def _decode_records(
+        self, rows: Sequence[tuple[Any, ...]], unreadable: int
+    ) -> list[AuditRecord]:
         """Decodes each row separately.  unreadable: number of records that the script left out."""
-        found, names = [], []
+        records, names = [], []
         for row in rows:
             try:
-                found.append(_record(row))
-            except MALFORMED:
-                names.append(shown(row[0]))
+                records.append(_decode_record(row))
+            except MALFORMED_JSON_ERRORS:
+                names.append(to_printable(row[0]))
         self._skipped.add("audit", names, "not a record of the audit", len(names) + unreadable)
-        return found
+        return records
 
 
-def _looked(reply: Any) -> tuple[int, str, int, Sequence[tuple[Any, ...]]]:
+def _read_look_reply(reply: Any) -> tuple[int, str, int, Sequence[tuple[Any, ...]]]:
     """Decodes the reply of the script.  Raises one of MALFORMED."""
-    looked, last, unreadable, flat = list_of(reply, 4)
-    return number_of(looked), text_of(last), number_of(unreadable), rows_of(flat, 9)
+    looked, last, unreadable, flat = require_list(reply, 4)
+    return (
+        decode_integer(looked),
+        decode_text(last),
+        decode_integer(unreadable),
+        split_rows(flat, 9),
+    )
 
 
-def _record(row: Sequence[Any]) -> AuditRecord:
+def _decode_record(row: Sequence[Any]) -> AuditRecord:
     """Decodes a record.  Raises one of MALFORMED."""
-    sequence, at, *texts = map(text_of, row)
-    return AuditRecord(sequence, time_of(float(at)), *texts)
+    sequence, at, *texts = map(decode_text, row)
+    return AuditRecord(sequence, require_time(float(at)), *texts)

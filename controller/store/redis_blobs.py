@@ -5,17 +5,17 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from controller.core.errors import MALFORMED
-from controller.store.interface import BLOB_NAMES, Blob, BlobKind, SkippedEntries, text_from_json
-from controller.store.redis_audit import Ask
+from controller.core.errors import MALFORMED_JSON_ERRORS
+from controller.store.interface import BLOB_NAMES_MAX, Blob, BlobKind, SkippedEntries, require_text
+from controller.store.redis_audit import RedisCaller
 from controller.store.redis_replies import (
-    list_of,
-    nothing,
-    number_of,
-    rows_of,
-    shown,
-    text_of,
-    time_of,
+    decode_integer,
+    decode_text,
+    ignore_reply,
+    require_list,
+    require_time,
+    split_rows,
+    to_printable,
 )
 from controller.store.redis_scripts import NOW
 
@@ -90,7 +90,7 @@ _HEXADECIMAL = re.compile(rb"[0-9a-f]{1,64}")
 class RedisBlobStore:
     """Keeps blobs in Redis.  tag: the prefix of all keys."""
 
-    def __init__(self, client: Any, ask: Ask, tag: str, skipped: SkippedEntries) -> None:
+    def __init__(self, client: Any, ask: RedisCaller, tag: str, skipped: SkippedEntries) -> None:
         self._client = client
         self._skipped = skipped
         self._ask = ask
@@ -99,41 +99,52 @@ class RedisBlobStore:
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """Implements the method of the store interface."""
         milliseconds = -1 if kind.seconds is None else round(1000 * kind.seconds)
-        values = (source, text, name, kind.sources, milliseconds, BLOB_NAMES, self._key(kind, ""))
+        values = (
+            source,
+            text,
+            name,
+            kind.sources,
+            milliseconds,
+            BLOB_NAMES_MAX,
+            self._key(kind, ""),
+        )
         await self._ask(
             lambda: self._client.eval(
                 _PUT, 2, self._key(kind, name), self._index(kind), *map(str, values)
             ),
-            nothing,
+            ignore_reply,
             writes=True,
         )
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
         """Implements the store interface; counts and skips unreadable items."""
-        key, found, names = self._key(kind, name), [], []
+        key, blobs, names = self._key(kind, name), [], []
         now, left_out, rows = await self._ask(
             lambda: self._client.eval(_ITEMS, 1, key, str(_SOURCES_READ), str(_ITEMS_BYTES_MAX)),
-            _items,
+            _read_items_reply,
         )
         for source, body in rows:
             try:
-                item = _blob(source, body, now)
-            except MALFORMED:
-                names.append(shown(source))
+                item = _decode_blob(source, body, now)
+            except MALFORMED_JSON_ERRORS:
+                names.append(to_printable(source))
                 continue
             if kind.seconds is None or item.age_seconds < kind.seconds:
-                found.append(item)
+                blobs.append(item)
         count = len(names) + left_out
         self._skipped.add(kind.name, names, f"not what a sidecar puts under {name}", count)
-        return sorted(found, key=lambda item: item.age_seconds)
+        return sorted(blobs, key=lambda item: item.age_seconds)
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
         """Implements the store interface; counts and skips invalid names."""
-        found = await self._ask(
-            lambda: self._client.eval(_NAMES, 1, self._index(kind), str(BLOB_NAMES)), list_of
+        reply = await self._ask(
+            lambda: self._client.eval(_NAMES, 1, self._index(kind), str(BLOB_NAMES_MAX)),
+            require_list,
         )
-        good = [name.decode() for name in found if isinstance(name, bytes) and _is_name(name)]
-        bad = [shown(name) for name in found if not (isinstance(name, bytes) and _is_name(name))]
+        good = [name.decode() for name in reply if isinstance(name, bytes) and _is_name(name)]
+        bad = [
+            to_printable(name) for name in reply if not (isinstance(name, bytes) and _is_name(name))
+        ]
         self._skipped.add(kind.name, bad, "not a name")
         return good
 
@@ -148,16 +159,16 @@ def _is_name(name: bytes) -> bool:
     return _HEXADECIMAL.fullmatch(name) is not None
 
 
-def _items(reply: Any) -> tuple[int, int, Sequence[tuple[Any, ...]]]:
+def _read_items_reply(reply: Any) -> tuple[int, int, Sequence[tuple[Any, ...]]]:
     """Decodes the reply of _ITEMS.  Raises one of MALFORMED."""
-    now, left_out, flat = list_of(reply, 3)
-    return number_of(now), number_of(left_out), rows_of(flat, 2)
+    now, left_out, flat = require_list(reply, 3)
+    return decode_integer(now), decode_integer(left_out), split_rows(flat, 2)
 
 
-def _blob(source: Any, body: Any, now: int) -> Blob:
+def _decode_blob(source: Any, body: Any, now: int) -> Blob:
     """Decodes an item.  now: Redis's clock in milliseconds.  Raises one of MALFORMED."""
-    value = json.loads(text_of(body))
+    value = json.loads(decode_text(body))
     if not _is_name(source):
         raise TypeError("must be a source")
-    age = now / 1000 - time_of(value["at"] / 1000)
-    return Blob(source.decode(), text_from_json(value["text"]), max(0.0, age))
+    age = now / 1000 - require_time(value["at"] / 1000)
+    return Blob(source.decode(), require_text(value["text"]), max(0.0, age))

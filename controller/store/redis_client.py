@@ -20,10 +20,10 @@ from redis.backoff import NoBackoff
 
 from controller.core.errors import SpeculationError
 from controller.store.redis_connections import Credentials, SentinelTlsConnection, TlsConnection
-from controller.store.redis_errors import REDIS_ERRORS, NoPrimaryError, explained
-from controller.store.redis_replies import BoundedParser, shown
+from controller.store.redis_errors import REDIS_ERRORS, NoPrimaryError, explain_error
+from controller.store.redis_replies import BoundedParser, to_printable
 from controller.store.redis_url import (
-    NOTHING_BESIDE_THE_URL,
+    NO_EXTRA_ACCESS,
     RedisAccess,
     RedisUrl,
     UnusableUrlError,
@@ -55,7 +55,7 @@ def connect(
     url: str,
     timeout_seconds: float,
     password_file: Path | None = None,
-    access: RedisAccess = NOTHING_BESIDE_THE_URL,
+    access: RedisAccess = NO_EXTRA_ACCESS,
 ) -> Any:
     """Makes a client that is not connected yet.  password_file: replaces that of `access`.
 
@@ -103,22 +103,22 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
     options |= _tls_files(url, access)
     if url.tls or url.sentinel_tls:
         _check_tls_options(options)
-    user = _one_of(url, access, "user", "username")
-    password = _one_of(url, access, "password", "password")
-    sentinel_user = _one_of(url, access, "sentinel_user", "sentinel_username")
-    sentinel_password = _one_of(url, access, "sentinel_password", "sentinel_password")
-    login = _login(user, password)
+    user = _login_value(url, access, "user", "username")
+    password = _login_value(url, access, "password", "password")
+    sentinel_user = _login_value(url, access, "sentinel_user", "sentinel_username")
+    sentinel_password = _login_value(url, access, "sentinel_password", "sentinel_password")
+    login = _credential_options(user, password)
     if url.kind == "sentinel":
         # By default, Sentinels are assumed to have the password of Redis, but not its users.
         guarded = sentinel_user or (_DEFAULT_USER if sentinel_password or password else None)
-        sentinel_login = _login(guarded, sentinel_password or password)
+        sentinel_login = _credential_options(guarded, sentinel_password or password)
         return _sentinel_client(url, options | login, options | sentinel_login)
     if sentinel_user or sentinel_password:
         raise UnusableUrlError("a user or password of Sentinels needs the scheme redis+sentinel")
     return (_cluster_client if url.kind else _plain_client)(url, options | login)
 
 
-def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
+def _login_value(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
     """Returns the text or file that the URL or the settings give.  Raises UnusableUrlError.
 
     name: of the setting.  option: of the URL's query.
@@ -129,18 +129,18 @@ def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
         f"redis_{name}": getattr(access, name),
         f"redis_{name}_file": getattr(access, f"{name}_file"),
     }
-    return _agreed(name.replace("_", " "), sources)
+    return _agreed_value(name.replace("_", " "), sources)
 
 
-def _agreed(what: str, sources: Mapping[str, Any]) -> Any:
+def _agreed_value(name: str, sources: Mapping[str, Any]) -> Any:
     """Returns the value that all non-empty sources agree on.  Raises UnusableUrlError."""
-    given = {source: value for source, value in sources.items() if value}
-    if len(set(given.values())) > 1:
-        raise UnusableUrlError(f"{' and '.join(given)} give different values of {what}: keep one")
-    return next(iter(given.values()), None)
+    values = {source: value for source, value in sources.items() if value}
+    if len(set(values.values())) > 1:
+        raise UnusableUrlError(f"{' and '.join(values)} give different values of {name}: keep one")
+    return next(iter(values.values()), None)
 
 
-def _login(user: str | Path | None, password: str | Path | None) -> dict[str, Any]:
+def _credential_options(user: str | Path | None, password: str | Path | None) -> dict[str, Any]:
     return {"credential_provider": Credentials(user, password)} if user or password else {}
 
 
@@ -153,10 +153,10 @@ def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
             f"{option} in the URL": url.options.get(option),
             f"redis_{name}": None if path is None else str(path),
         }
-        if found := _agreed(name.replace("_", " "), sources):
-            files[option] = found
-    named = files or any(option.startswith(_TLS_OPTION) for option in url.options)
-    if named and not (url.tls or url.sentinel_tls):
+        if path_text := _agreed_value(name.replace("_", " "), sources):
+            files[option] = path_text
+    has_tls_options = files or any(option.startswith(_TLS_OPTION) for option in url.options)
+    if has_tls_options and not (url.tls or url.sentinel_tls):
         raise UnusableUrlError(
             "redis_ca, redis_client_certificate, redis_client_key and options that begin with ssl_ "
             "need a scheme with TLS: rediss; if only the Sentinels use TLS, set sentinel_tls=yes"
@@ -174,13 +174,13 @@ def _check_tls_options(options: Mapping[str, Any]) -> None:
 
     Raises UnusableUrlError, or a ValueError or ssl.SSLError whose message may quote an option.
     """
-    own = {
+    checked_options = {
         name: value
         for name, value in options.items()
         if name.startswith(_TLS_OPTION) and name not in {*_TLS_FILES.values(), "ssl_ca_path"}
     }
     connections: list[TlsConnection] = []
-    _try_options(lambda: connections.append(TlsConnection(**own)))
+    _try_options(lambda: connections.append(TlsConnection(**checked_options)))
     context: Any = connections[0].ssl_context
     context.get()
 
@@ -198,9 +198,14 @@ def _sentinel_client(
     url: RedisUrl, options: Mapping[str, Any], sentinel_options: Mapping[str, Any]
 ) -> Any:
     kind = TlsConnection if url.sentinel_tls else Connection
-    own = dict(sentinel_options) if url.sentinel_tls else _without_tls(sentinel_options)
-    own.pop("db", None)
-    clients = [redis.asyncio.Redis(connection_pool=_pool([host], kind, own)) for host in url.hosts]
+    sentinel_connection_options = (
+        dict(sentinel_options) if url.sentinel_tls else _without_tls(sentinel_options)
+    )
+    sentinel_connection_options.pop("db", None)
+    clients = [
+        redis.asyncio.Redis(connection_pool=_pool([host], kind, sentinel_connection_options))
+        for host in url.hosts
+    ]
     kind = SentinelTlsConnection if url.tls else SentinelManagedConnection
     manager: Any = Sentinels(clients)
     primary = options if url.tls else _without_tls(options)
@@ -258,10 +263,10 @@ def _try_options(make_connection: Callable[[], object]) -> None:
     try:
         make_connection()
     except TypeError as error:
-        named = _UNEXPECTED.search(str(error))
+        match = _UNEXPECTED.search(str(error))
         raise UnusableUrlError(
             "its query has an option that a connection of this kind does not support"
-            f"{f' ({named[1]})' if named else ''}"
+            f"{f' ({match[1]})' if match else ''}"
         ) from error
 
 
@@ -281,42 +286,50 @@ class Sentinels(_Sentinel):  # type: ignore[misc]
         reasons: dict[str, list[str]] = {}
         fixes: dict[str, None] = {}
         for client in tuple(self.sentinels):
-            self._move(client, len(self.sentinels))
+            self._move_to(client, len(self.sentinels))
             try:
                 states = await client.sentinel_masters()
                 state = states.get(service_name)
                 if state and self.check_master_state(state, service_name):
-                    self._move(client, 0)
+                    self._move_to(client, 0)
                     return state["ip"], state["port"]
-                reason, fix = _refusal(service_name, states, state)
+                reason, fix = _no_primary_reason(service_name, states, state)
             except Exception as error:  # noqa: BLE001  # a malformed reply can raise any error
-                reason, fix = explained(error, "redis_sentinel_")
-            reasons.setdefault(reason, []).append(_address(client))
+                reason, fix = explain_error(error, "redis_sentinel_")
+            reasons.setdefault(reason, []).append(_client_address(client))
             fixes[fix] = None
-        said = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in reasons.items())
+        failures = "; ".join(
+            f"{', '.join(addresses)}: {reason}" for reason, addresses in reasons.items()
+        )
         raise NoPrimaryError(
-            f"no Sentinel names the primary of {service_name!r}: {said}",
+            f"no Sentinel names the primary of {service_name!r}: {failures}",
             "; ".join(fix for fix in fixes if fix),
         )
 
-    def _move(self, client: Any, place: int) -> None:
+    def _move_to(self, client: Any, place: int) -> None:
         self.sentinels.remove(client)
         self.sentinels.insert(place, client)
 
 
-def _refusal(service: str, states: Mapping[str, Any], state: Any) -> tuple[str, str]:
+def _no_primary_reason(service: str, states: Mapping[str, Any], state: Any) -> tuple[str, str]:
     """Returns why a Sentinel's answer names no primary, and what to do."""
     if state:
-        return f"says that {_text(state['ip'])}:{state['port']} is down", "check that it runs"
-    known = ", ".join(map(_text, sorted(states)[:_NAMES_MAX]))
-    return f"watches {known or 'nothing'}, not {service!r}", "correct the service in redis_url"
+        return (
+            f"says that {_printable_text(state['ip'])}:{state['port']} is down",
+            "check that it runs",
+        )
+    service_names = ", ".join(map(_printable_text, sorted(states)[:_NAMES_MAX]))
+    return (
+        f"watches {service_names or 'nothing'}, not {service!r}",
+        "correct the service in redis_url",
+    )
 
 
-def _text(said: str) -> str:
-    return shown(said.encode(errors="replace"))
+def _printable_text(text: str) -> str:
+    return to_printable(text.encode(errors="replace"))
 
 
-def _address(client: Any) -> str:
+def _client_address(client: Any) -> str:
     place = client.connection_pool.connection_kwargs
     host = f"[{place['host']}]" if ":" in place["host"] else place["host"]
     return f"{host}:{place['port']}"

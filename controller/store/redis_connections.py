@@ -39,8 +39,8 @@ class Credentials(CredentialProvider):
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """Reads the user and the password.  Raises UnusableFileError."""
-        password = _text_of(self._password, "password")
-        return (password,) if self._user is None else (_text_of(self._user, "user"), password)
+        password = _read_secret(self._password, "password")
+        return (password,) if self._user is None else (_read_secret(self._user, "user"), password)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         """Reads the user and the password; the files are small enough to block for."""
@@ -50,19 +50,19 @@ class Credentials(CredentialProvider):
 class TlsConnection(SSLConnection):
     """A TLS connection that reloads its certificates when their files have changed."""
 
-    _loaded: tuple[bytes, ...] = ()
+    _loaded_files: tuple[bytes, ...] = ()
 
     async def _connect(self) -> None:
         settings: Any = self.ssl_context
-        found = await asyncio.to_thread(_pem_files, settings)
-        if found != self._loaded:
+        pem_files = await asyncio.to_thread(_pem_files, settings)
+        if pem_files != self._loaded_files:
             settings.context = None
         try:
             await asyncio.to_thread(settings.get)
         except (ValueError, OSError) as error:
             # Nothing was sent yet, so the cause is one of these files or options.
             raise UnusableFileError(f"its TLS files or options cannot be used: {error}") from error
-        self._loaded = found
+        self._loaded_files = pem_files
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
@@ -73,41 +73,43 @@ class SentinelTlsConnection(SentinelManagedSSLConnection, TlsConnection):
 def _pem_files(settings: Any) -> tuple[bytes, ...]:
     """Returns the content of all files that a connection loads.  Raises UnusableFileError."""
     files = {"CA": settings.ca_certs, "certificate": settings.certfile, "key": settings.keyfile}
-    found = {name: _read(Path(path), name, _PEM_BYTES_MAX) for name, path in files.items() if path}
-    for name, content in found.items():
-        what = "private key" if name == "key" else "certificate"
-        if f"{what}-----".upper().encode() not in content:
+    contents = {
+        name: _read_file(Path(path), name, _PEM_BYTES_MAX) for name, path in files.items() if path
+    }
+    for name, content in contents.items():
+        label = "private key" if name == "key" else "certificate"
+        if f"{label}-----".upper().encode() not in content:
             also = "; without redis_client_key, redis_client_certificate must contain the key too"
             raise UnusableFileError(
-                f"{name} file {files[name]}: it contains no {what} in PEM{also * (name == 'key')}"
+                f"{name} file {files[name]}: it contains no {label} in PEM{also * (name == 'key')}"
             )
     if settings.ca_path and not Path(settings.ca_path).is_dir():
         raise UnusableFileError(f"CA folder {settings.ca_path} (ssl_ca_path): no such folder")
     # OpenSSL would ask for the passphrase at the terminal.
-    if b"ENCRYPTED" in found.get("key", b"") and not getattr(settings, "password", None):
+    if b"ENCRYPTED" in contents.get("key", b"") and not getattr(settings, "password", None):
         raise UnusableFileError(
             f"key file {settings.keyfile}: it is encrypted: set ssl_password in the query of "
             "redis_url, or use an unencrypted key"
         )
-    return tuple(found.values())
+    return tuple(contents.values())
 
 
-def _text_of(given: str | Path | None, name: str) -> str:
+def _read_secret(text_or_path: str | Path | None, name: str) -> str:
     """Returns a text unchanged, or the content of a file.  Raises UnusableFileError."""
-    if not isinstance(given, Path):
-        return given or ""
+    if not isinstance(text_or_path, Path):
+        return text_or_path or ""
     try:
         # Editors on Windows write a byte order mark.
-        text = _read(given, name, _PASSWORD_BYTES_MAX).decode("utf-8-sig").strip()
+        text = _read_file(text_or_path, name, _PASSWORD_BYTES_MAX).decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         # The original error quotes a part of the password.
-        raise UnusableFileError(f"{name} file {given}: not UTF-8 text") from None
+        raise UnusableFileError(f"{name} file {text_or_path}: not UTF-8 text") from None
     if not text:
-        raise UnusableFileError(f"{name} file {given}: it is empty")
+        raise UnusableFileError(f"{name} file {text_or_path}: it is empty")
     return text
 
 
-def _read(path: Path, name: str, bytes_max: int) -> bytes:
+def _read_file(path: Path, name: str, bytes_max: int) -> bytes:
     """Reads a file.  Raises UnusableFileError."""
     try:
         return read_small(path, bytes_max)

@@ -9,7 +9,7 @@ from typing import Final
 import redis.exceptions
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from controller.core.errors import MALFORMED
+from controller.core.errors import MALFORMED_JSON_ERRORS
 from controller.store.redis_connections import UnusableFileError
 
 # The errors of redis-py; those of a cluster are not subclasses of RedisError.
@@ -45,7 +45,7 @@ _SEE_NETWORK: Final = (
     "check that it runs, that redis_url is correct (port, TLS), and that the network reaches it"
 )
 # Part of an error's text, what is wrong ("" for the text itself), and what to do.
-_KNOWN: Final = (
+_KNOWN_FAULTS: Final = (
     ("wrong version number", "does not speak TLS", "correct redis_url: its port, or the scheme"),
     ("record layer failure", "does not speak TLS", "correct redis_url: its port, or the scheme"),
     ("certificate required", "asks for a client certificate", _CLIENT_CERTIFICATE),
@@ -86,22 +86,22 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
 
 
-def came_before_any_write(error: Exception) -> bool:
+def is_before_any_write(error: Exception) -> bool:
     """Whether the error was raised before Redis executed the command."""
     connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
     refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
     # The client wraps some of its own errors in others.
-    unable = any(isinstance(one, UnusableFileError) for one in _chain(error))
-    return connecting or refused or unable or is_out_of_memory(error)
+    has_unusable_file = any(isinstance(cause, UnusableFileError) for cause in _cause_chain(error))
+    return connecting or refused or has_unusable_file or is_out_of_memory(error)
 
 
-def in_words(error: Exception, redacted: Callable[[str], str]) -> str:
+def error_text(error: Exception, redacted: Callable[[str], str]) -> str:
     """Returns what is wrong and what to do.  redacted: removes secrets from a server's text."""
-    reason, fix = explained(error)
+    reason, fix = explain_error(error)
     return "; ".join(part for part in (redacted(reason), fix) if part)
 
 
-def explained(error: Exception, setting: str = "redis_") -> tuple[str, str]:
+def explain_error(error: Exception, setting: str = "redis_") -> tuple[str, str]:
     """Returns what is wrong, and what to do ("" if unknown).
 
     The first text may contain credentials of the URL; redact it before showing it.  setting: prefix
@@ -111,45 +111,50 @@ def explained(error: Exception, setting: str = "redis_") -> tuple[str, str]:
         return "takes no writes (read-only)", ""
     if is_out_of_memory(error):
         return "takes no writes (out of memory)", ""
-    behind = list(_chain(error))
-    for known in (
-        *(_by_class(one, setting) for one in behind),
-        *(_by_text(one) for one in behind),
-        *(_unreachable(one) for one in behind if "connecting" in str(error)),
+    causes = list(_cause_chain(error))
+    for explanation in (
+        *(_by_class(cause, setting) for cause in causes),
+        *(_by_text(cause) for cause in causes),
+        *(_unreachable(cause) for cause in causes if "connecting" in str(error)),
     ):
-        if known is not None:
-            return known
-    if isinstance(error, MALFORMED):
+        if explanation is not None:
+            return explanation
+    if isinstance(error, MALFORMED_JSON_ERRORS):
         return f"its reply cannot be read ({type(error).__name__})", ""
-    away = isinstance(error, redis.exceptions.ConnectionError | OSError)
-    return _shown(error), _SEE_NETWORK if away else ""
+    is_unreachable = isinstance(error, redis.exceptions.ConnectionError | OSError)
+    return _printable_error(error), _SEE_NETWORK if is_unreachable else ""
 
 
 def _by_class(error: BaseException, setting: str) -> tuple[str, str] | None:
-    found: tuple[str, str] | None = None
+    explanation: tuple[str, str] | None = None
     match error:
         case NoPrimaryError():
-            found = error.reason, error.fix
+            explanation = error.reason, error.fix
         case UnusableFileError():
-            found = _shown(error), ""
+            explanation = _printable_error(error), ""
         case redis.exceptions.AuthenticationError():
-            found = _credentials(error, setting)
+            explanation = _credentials_fault(error, setting)
         case redis.exceptions.NoPermissionError():
             fix = "grant its user the rights that docs/fleet.md lists"
-            found = f"does not permit it (NOPERM): {_shown(error)}", fix
+            explanation = f"does not permit it (NOPERM): {_printable_error(error)}", fix
         case redis.exceptions.MovedError():
-            found = "is a node of a cluster", "use the scheme redis+cluster in redis_url"
+            explanation = "is a node of a cluster", "use the scheme redis+cluster in redis_url"
         case ssl.SSLCertVerificationError():
-            found = _untrusted(error)
+            explanation = _certificate_fault(error)
         case TimeoutError() | redis.exceptions.TimeoutError():
-            found = "does not answer in time", _SEE_NETWORK
-    return found
+            explanation = "does not answer in time", _SEE_NETWORK
+    return explanation
 
 
 def _by_text(error: BaseException) -> tuple[str, str] | None:
     text = re.sub(r"[\W_]+", " ", str(error)).lower()
     return next(
-        ((reason or _shown(error), fix) for part, reason, fix in _KNOWN if part in text), None
+        (
+            (reason or _printable_error(error), fix)
+            for part, reason, fix in _KNOWN_FAULTS
+            if part in text
+        ),
+        None,
     )
 
 
@@ -158,21 +163,21 @@ def _unreachable(error: BaseException) -> tuple[str, str] | None:
         return None
     number = error.errno or 0
     # For an unknown host name, the number is negative and the error has its own text.
-    what = os.strerror(number) if number > 0 else error.strerror or _shown(error)
-    return f"cannot be reached ({what})", _SEE_NETWORK
+    reason = os.strerror(number) if number > 0 else error.strerror or _printable_error(error)
+    return f"cannot be reached ({reason})", _SEE_NETWORK
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _cause_chain(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and its causes."""
-    found: BaseException | None = error
+    cause: BaseException | None = error
     for _ in range(_CHAIN_MAX):
-        if found is None:
+        if cause is None:
             return
-        yield found
-        found = found.__cause__ or found.__context__
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
-def _credentials(error: BaseException, setting: str) -> tuple[str, str]:
+def _credentials_fault(error: BaseException, setting: str) -> tuple[str, str]:
     text = str(error).lower()
     both = f"{setting}user and {setting}password, or their files"
     if "required" in text:
@@ -187,17 +192,23 @@ def _credentials(error: BaseException, setting: str) -> tuple[str, str]:
     )
 
 
-def _untrusted(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
-    what = error.verify_message
+def _certificate_fault(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    message = error.verify_message
     if error.verify_code in _OTHER_NAME:
-        return f"its certificate has another name: {what}", "use the host name of its certificate"
-    if "expired" in what or "not yet valid" in what:
-        return f"its certificate is not valid: {what}", "renew it, or correct this machine's clock"
-    return f"its certificate is not trusted: {what}", "set redis_ca to its authority's PEM file"
+        return (
+            f"its certificate has another name: {message}",
+            "use the host name of its certificate",
+        )
+    if "expired" in message or "not yet valid" in message:
+        return (
+            f"its certificate is not valid: {message}",
+            "renew it, or correct this machine's clock",
+        )
+    return f"its certificate is not trusted: {message}", "set redis_ca to its authority's PEM file"
 
 
-def _shown(error: BaseException) -> str:
+def _printable_error(error: BaseException) -> str:
     """Returns an error's text on one line, without unprintable characters."""
-    words = " ".join(str(error).split())[:_WORDS_MAX]
-    text = "".join(letter if letter.isprintable() else "?" for letter in words)
+    text_line = " ".join(str(error).split())[:_WORDS_MAX]
+    text = "".join(letter if letter.isprintable() else "?" for letter in text_line)
     return text or type(error).__name__

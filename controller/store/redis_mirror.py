@@ -15,18 +15,18 @@ from typing import Any, Final, Self
 
 import structlog
 
-from controller.core.errors import MALFORMED
-from controller.store.interface import Entry, text_from_json
+from controller.core.errors import MALFORMED_JSON_ERRORS
+from controller.store.interface import Entry, require_text
 from controller.store.redis_replies import (
     NUMBER_MAX,
-    list_of,
-    number_of,
-    rows_of,
-    shown,
-    text_of,
-    time_of,
+    decode_integer,
+    decode_text,
+    require_list,
+    require_time,
+    split_rows,
+    to_printable,
 )
-from controller.util.files import remove_unfinished, write_whole
+from controller.util.files import remove_partial_files, write_atomically
 
 # Longest id of an override (`controller.core.planning.overrides`).
 _ID_CHARACTERS_MAX: Final = 128
@@ -36,49 +36,51 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MirroredEntry:
-    """A copy of an entry.  until: monotonic seconds of its end, inf if it has none."""
+    """A copy of an entry.  expires_at: monotonic seconds of its end, inf if it has none."""
 
     override_id: str
     revision: int
     body: str
-    until: float
+    expires_at: float
     created_at: float
     ended: str
 
     @classmethod
-    def of(cls, override_id: str, text: Any, left: Any, now: float) -> Self:
-        """Decodes an entry's JSON in Redis.  left: its milliseconds to live; below 0: no end.
+    def from_redis(cls, override_id: str, text: Any, remaining_ms: Any, now: float) -> Self:
+        """Decodes an entry's JSON in Redis.  remaining_ms: its time to live; below 0: no end.
 
         Raises one of MALFORMED.
         """
-        return cls.made(override_id, json.loads(text_of(text)), left, now)
+        return cls.from_json(override_id, json.loads(decode_text(text)), remaining_ms, now)
 
     @classmethod
-    def made(cls, override_id: str, found: Mapping[str, Any], left: Any, now: float) -> Self:
-        """Does the same with parsed JSON, with the keys of Redis or of `seed`."""
-        ms = number_of(left)
+    def from_json(
+        cls, override_id: str, values: Mapping[str, Any], remaining_ms: Any, now: float
+    ) -> Self:
+        """Does the same with parsed JSON, with the keys of Redis or of `to_seed`."""
+        ms = decode_integer(remaining_ms)
         return cls(
-            override_id, _revision(found["revision"]), text_from_json(found["body"]),
-            math.inf if ms < 0 else now + ms / 1000, time_of(found["created"]),
-            text_from_json(found["ended"]),
+            override_id, _revision(values["revision"]), require_text(values["body"]),
+            math.inf if ms < 0 else now + ms / 1000, require_time(values["created"]),
+            require_text(values["ended"]),
         )  # fmt: skip
 
-    def left(self, now: float) -> float:
+    def remaining_seconds(self, now: float) -> float:
         """Returns the seconds until its end."""
-        return self.until - now
+        return self.expires_at - now
 
-    def over(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         """Returns whether it has expired."""
-        return self.until <= now
+        return self.expires_at <= now
 
-    def entry(self, now: float) -> Entry:
+    def to_entry(self, now: float) -> Entry:
         """Returns this entry as the store interface defines it."""
-        left = None if math.isinf(self.until) else max(0.0, self.left(now))
+        seconds = None if math.isinf(self.expires_at) else max(0.0, self.remaining_seconds(now))
         return Entry(
-            self.override_id, self.revision, self.body, left, self.created_at, self.ended
+            self.override_id, self.revision, self.body, seconds, self.created_at, self.ended
         )  # fmt: skip
 
-    def seed(self, now: float) -> dict[str, Any]:
+    def to_seed(self, now: float) -> dict[str, Any]:
         """Returns the values that restore the entry in a Redis that has lost it."""
         return {
             "id": self.override_id,
@@ -87,20 +89,23 @@ class MirroredEntry:
             "created": self.created_at,
             "ended": self.ended,
             # A value below 0 would mean no end.
-            "ms": -1 if math.isinf(self.until) else max(0, round(1000 * self.left(now))),
+            "ms": -1
+            if math.isinf(self.expires_at)
+            else max(0, round(1000 * self.remaining_seconds(now))),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedEntries:
     """The entries in Redis.
 
-    wrong: why Redis cannot be written, "" if it can.  counter: its raw value.  left_out: numbers of
-    live entries and of tombstones that one call does not return.  unreadable: printable ids of
-    unreadable entries; if there are many, only some.  unreadable_count: number of all of them.
+    write_fault: why Redis cannot be written, "" if it can.  counter: its raw value.  left_out:
+    numbers of live entries and of tombstones that one call does not return.  unreadable: printable
+    ids of unreadable entries; if there are many, only some.  unreadable_count: number of all of
+    them.
     """
 
-    wrong: str
+    write_fault: str
     counter: bytes
     left_out: tuple[int, int]
     entries: dict[str, MirroredEntry]
@@ -108,24 +113,26 @@ class Fetched:
     unreadable_count: int
 
     @classmethod
-    def of(cls, reply: Any) -> Self:
+    def from_reply(cls, reply: Any) -> Self:
         """Decodes the reply of the script FETCH.  Raises one of MALFORMED."""
         now = time.monotonic()
-        wrong, counter, live, ended, count, names, flat = list_of(reply, 7)
-        unreadable = [_shown(name) for name in list_of(names)]
-        bad = number_of(count) - len(unreadable)
+        wrong, counter, live, ended, count, names, flat = require_list(reply, 7)
+        unreadable = [_printable_id(name) for name in require_list(names)]
+        unnamed_count = decode_integer(count) - len(unreadable)
         entries = {}
-        for name, text, left in rows_of(flat, 3):
+        for name, text, remaining_ms in split_rows(flat, 3):
             try:
-                override_id = text_of(name)
-                entries[override_id] = MirroredEntry.of(override_id, text, left, now)
-            except MALFORMED:
-                unreadable.append(_shown(name))
+                override_id = decode_text(name)
+                entries[override_id] = MirroredEntry.from_redis(
+                    override_id, text, remaining_ms, now
+                )
+            except MALFORMED_JSON_ERRORS:
+                unreadable.append(_printable_id(name))
         if not isinstance(counter, bytes):
             raise TypeError("the counter must be a text")
         return cls(
-            text_of(wrong), counter, (number_of(live), number_of(ended)), entries,
-            tuple(unreadable), bad + len(unreadable),
+            decode_text(wrong), counter, (decode_integer(live), decode_integer(ended)), entries,
+            tuple(unreadable), unnamed_count + len(unreadable),
         )  # fmt: skip
 
 
@@ -139,31 +146,31 @@ class RedisMirror:
         """Replaces the mirror file.  If it cannot be written, only logs this."""
         now, wall = time.monotonic(), time.time()
         body = json.dumps(
-            {"at": wall, "entries": [held.seed(now) for held in entries.values()]}
+            {"at": wall, "entries": [entry.to_seed(now) for entry in entries.values()]}
         ).encode()
         check = hashlib.sha256(body).hexdigest().encode()
         try:
-            write_whole(self._path, check + b"\n" + body)
+            write_atomically(self._path, check + b"\n" + body)
         except OSError as error:
             _log.warning("mirror_not_written", path=str(self._path), error=error.strerror)
 
     def read(self) -> tuple[dict[str, MirroredEntry], float]:
         """Returns the entries that have not expired, and the seconds since the file was written."""
         try:
-            remove_unfinished(self._path.parent)
-            return self._parsed()
+            remove_partial_files(self._path.parent)
+            return self._parse()
         except FileNotFoundError:
             return {}, 0.0
-        except (OSError, *MALFORMED) as error:
+        except (OSError, *MALFORMED_JSON_ERRORS) as error:
             _log.warning("mirror_not_read", path=str(self._path), error=str(error))
             return {}, 0.0
 
-    def _parsed(self) -> tuple[dict[str, MirroredEntry], float]:
+    def _parse(self) -> tuple[dict[str, MirroredEntry], float]:
         check, _, body = self._path.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != check:
             raise ValueError("its checksum is wrong")
-        found = json.loads(body)
-        idle, now = time.time() - time_of(found["at"]), time.monotonic()
+        values = json.loads(body)
+        idle, now = time.time() - require_time(values["at"]), time.monotonic()
         if idle < 0:
             _log.warning(
                 "clock_went_back", path=str(self._path), seconds=round(-idle),
@@ -171,15 +178,15 @@ class RedisMirror:
             )  # fmt: skip
             idle = 0.0
         entries = [
-            MirroredEntry.made(text_from_json(item["id"]), item, item["ms"], now - idle)
-            for item in found["entries"]
+            MirroredEntry.from_json(require_text(item["id"]), item, item["ms"], now - idle)
+            for item in values["entries"]
         ]
-        return {held.override_id: held for held in entries if not held.over(now)}, idle
+        return {entry.override_id: entry for entry in entries if not entry.has_expired(now)}, idle
 
 
-def _shown(name: Any) -> str:
+def _printable_id(name: Any) -> str:
     """Returns a printable id, in full if it can be an override's, so that it can be cleared."""
-    return shown(name, _ID_CHARACTERS_MAX)
+    return to_printable(name, _ID_CHARACTERS_MAX)
 
 
 def _revision(value: Any) -> int:

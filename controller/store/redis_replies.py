@@ -24,65 +24,69 @@ TIME_MAX: Final = 253_402_300_799.0
 class BoundedParser(_AsyncRESP2Parser):
     """Refuses a reply that is too large before it is in memory."""
 
-    _left = REPLY_BYTES_MAX
+    _remaining_bytes = REPLY_BYTES_MAX
 
     async def read_response(self, disable_decoding: bool = False) -> Any:
         """Reads one reply.  Raises ValueError for one that is too large."""
-        self._left = REPLY_BYTES_MAX
+        self._remaining_bytes = REPLY_BYTES_MAX
         return await super().read_response(disable_decoding)
 
     async def _read(self, length: int) -> bytes:
-        self._take(length)
+        self._consume(length)
         return await super()._read(length)
 
     async def _readline(self) -> bytes:
-        self._take(_ELEMENT_BYTES)
+        self._consume(_ELEMENT_BYTES)
         return await super()._readline()
 
-    def _take(self, size: int) -> None:
-        self._left -= size
-        if size < 0 or self._left < 0:
+    def _consume(self, size: int) -> None:
+        self._remaining_bytes -= size
+        if size < 0 or self._remaining_bytes < 0:
             raise ValueError("the reply is too large")
 
 
-def text_of(reply: Any) -> str:
+def decode_text(reply: Any) -> str:
     """Decodes a text in UTF-8.  Raises one of MALFORMED."""
     if not isinstance(reply, bytes):
         raise TypeError(f"must be a text, not {type(reply).__name__}")
     return reply.decode()
 
 
-def shown(reply: Any, most: int = 64) -> str:
-    """Returns a reply in printable ASCII, for people, cut to about `most` characters.
+def to_printable(reply: Any, length_max: int = 64) -> str:
+    """Returns a reply in printable ASCII, for people, cut to about `length_max` characters.
 
     Other characters are escaped with a backslash.
     """
-    text = reply[:most].decode("latin-1") if isinstance(reply, bytes) else repr(reply)[:most]
+    text = (
+        reply[:length_max].decode("latin-1")
+        if isinstance(reply, bytes)
+        else repr(reply)[:length_max]
+    )
     return text.encode("unicode_escape").decode()
 
 
-def number_of(reply: Any) -> int:
+def decode_integer(reply: Any) -> int:
     """Decodes an integer, which scripts may return as a text.  Raises one of MALFORMED."""
-    found = int(reply) if isinstance(reply, bytes) else reply
-    if type(found) is not int or abs(found) > NUMBER_MAX:
+    number = int(reply) if isinstance(reply, bytes) else reply
+    if type(number) is not int or abs(number) > NUMBER_MAX:
         raise ValueError("must be an integer")
-    return found
+    return number
 
 
-def list_of(reply: Any, length: int | None = None) -> list[Any]:
+def require_list(reply: Any, length: int | None = None) -> list[Any]:
     """Checks that a reply is a list, of this length if one is given.  Raises one of MALFORMED."""
     if not isinstance(reply, list) or length not in {None, len(reply)}:
         raise TypeError("must be a list" if length is None else f"must be a list of {length}")
     return reply
 
 
-def rows_of(reply: Any, width: int) -> Sequence[tuple[Any, ...]]:
+def split_rows(reply: Any, width: int) -> Sequence[tuple[Any, ...]]:
     """Splits a flat list into rows.  Raises one of MALFORMED."""
-    flat = list_of(reply)
+    flat = require_list(reply)
     return list(zip(*(flat[column::width] for column in range(width)), strict=True))
 
 
-def time_of(value: Any) -> float:
+def require_time(value: Any) -> float:
     """Checks Unix seconds from JSON.  Raises one of MALFORMED."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError("must be a time")
@@ -91,6 +95,6 @@ def time_of(value: Any) -> float:
     return float(value)
 
 
-def nothing(reply: Any) -> None:
+def ignore_reply(reply: Any) -> None:
     """Ignores the reply of a command that is only sent for its effect."""
     del reply

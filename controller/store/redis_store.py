@@ -29,10 +29,10 @@ from controller.store.interface import (
     TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
+    ChangeListener,
     ConflictError,
     Entry,
     Health,
-    Listener,
     SkippedEntries,
     StoreFullError,
     StoreUnavailableError,
@@ -40,12 +40,12 @@ from controller.store.interface import (
 from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
 from controller.store.redis_client import close, connect
-from controller.store.redis_errors import REDIS_ERRORS, came_before_any_write, in_words
-from controller.store.redis_mirror import Fetched, MirroredEntry, RedisMirror
+from controller.store.redis_errors import REDIS_ERRORS, error_text, is_before_any_write
+from controller.store.redis_mirror import FetchedEntries, MirroredEntry, RedisMirror
 from controller.store.redis_replies import (
-    list_of,
-    nothing,
-    number_of,
+    decode_integer,
+    ignore_reply,
+    require_list,
 )
 from controller.store.redis_scripts import (
     FETCH,
@@ -57,7 +57,7 @@ from controller.store.redis_scripts import (
     WRITTEN,
 )
 from controller.store.redis_summaries import RedisSummaries
-from controller.store.redis_url import NOTHING_BESIDE_THE_URL, RedisAccess, redact
+from controller.store.redis_url import NO_EXTRA_ACCESS, RedisAccess, redact
 from controller.util.tasks import Work
 
 # Version of the key layout; part of every key.
@@ -66,7 +66,7 @@ _BACKOFF_SECONDS = (0.2, 5.0)
 # An entry this close to its end is not restored.
 _TOO_LATE_SECONDS = 5.0
 
-_NOT_ASKED = "not contacted yet"
+_NOT_CONTACTED = "not contacted yet"
 
 _log = structlog.get_logger(__name__)
 
@@ -90,29 +90,29 @@ class RedisStore:
         timeout_seconds: float = 2.0,
         reconcile_seconds: float = 0.5,
         replicas: int = 0,
-        access: RedisAccess = NOTHING_BESIDE_THE_URL,
+        access: RedisAccess = NO_EXTRA_ACCESS,
     ) -> None:
         self._client = connect(url, timeout_seconds, access=access)
         self._redacted = functools.partial(redact, url=url)
-        self._where = self._redacted(url)
+        self._location = self._redacted(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
         self._keys = [f"{tag}:{name}" for name in ("revision", "live", "traces", "audit")]
         self._common = [f"{tag}:entry:", f"{tag}:news"]
         self._timeout_seconds = timeout_seconds
         self._reconcile_seconds = reconcile_seconds
         self._replicas = replicas
-        self._file = RedisMirror(mirror) if mirror is not None else None
-        self._held: dict[str, MirroredEntry] = {}
+        self._mirror = RedisMirror(mirror) if mirror is not None else None
+        self._entries: dict[str, MirroredEntry] = {}
         self._revision = b"?"
-        self._skipped = SkippedEntries(self._where)
+        self._skipped = SkippedEntries(self._location)
         self._unusable: dict[str, str] = {}
         self._unusable_count = 0
         self._confirmed_at = time.monotonic()
-        self._changed: Listener = _nobody
-        self._trouble = _NOT_ASKED
+        self._on_change: ChangeListener = _ignore_change
+        self._fault = _NOT_CONTACTED
         # Why Redis cannot be written although it answers: a wrong key; "" if there is none.
         self._wrong_key = ""
-        self._since = time.monotonic()
+        self._state_since = time.monotonic()
         self.commands = 0
         self._blobs = RedisBlobStore(self._client, self._ask, tag, self._skipped)
         self._audit = RedisAudit(self._client, self._ask, self._keys[3], self._skipped)
@@ -128,14 +128,14 @@ class RedisStore:
         """Returns the summaries in the same Redis; their failures do not affect `health`."""
         return self._summaries
 
-    async def open(self, changed: Listener) -> None:
+    async def open(self, changed: ChangeListener) -> None:
         """Loads the mirror file and contacts Redis, which need not answer."""
-        if self._file is not None:
-            self._held, idle = await asyncio.to_thread(self._file.read)
+        if self._mirror is not None:
+            self._entries, idle = await asyncio.to_thread(self._mirror.read)
             self._confirmed_at -= idle
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
-        self._changed = changed
+        self._on_change = changed
 
     @property
     def tasks(self) -> Mapping[str, Work]:
@@ -152,38 +152,42 @@ class RedisStore:
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
         now = time.monotonic()
-        return [held.entry(now) for held in self._held.values() if not held.over(now)]
+        return [
+            entry.to_entry(now) for entry in self._entries.values() if not entry.has_expired(now)
+        ]
 
     async def write(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
+        self, override_id: str, body: str, seconds: float | None, expected: int, actor: Actor
     ) -> Entry:
         """Implements the method of the store interface."""
         ms = -1 if seconds is None else max(1, round(seconds * 1000))
-        asked = json.dumps(asdict(who))
-        done, held = await self._ask(
-            lambda: self._script(WRITE, override_id, body, ms, expected, asked),
-            functools.partial(_written, override_id, body),
+        actor_json = json.dumps(asdict(actor))
+        outcome, entry = await self._ask(
+            lambda: self._run_script(WRITE, override_id, body, ms, expected, actor_json),
+            functools.partial(_read_write_reply, override_id, body),
             writes=True,
         )
-        if done == FULL:
+        if outcome == FULL:
             raise StoreFullError(LIVE_ENTRIES_MAX)
-        if done != WRITTEN:
-            found = held.entry(time.monotonic()) if held else None
-            raise ConflictError(override_id, expected, found)
-        assert held is not None
-        await self._replicated()
-        await self._hold({**self._held, override_id: held})
-        return held.entry(time.monotonic())
+        if outcome != WRITTEN:
+            stored_entry = entry.to_entry(time.monotonic()) if entry else None
+            raise ConflictError(override_id, expected, stored_entry)
+        assert entry is not None
+        await self._require_replicas()
+        await self._replace_entries({**self._entries, override_id: entry})
+        return entry.to_entry(time.monotonic())
 
-    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
+    async def clear(self, override_id: str, expected: int, actor: Actor) -> Entry:
         """Implements the method of the store interface."""
-        return await self.write(override_id, "", TOMBSTONE_SECONDS, expected, who)
+        return await self.write(override_id, "", TOMBSTONE_SECONDS, expected, actor)
 
-    async def record(self, action: str, subject: str, who: Actor) -> None:
+    async def record(self, action: str, subject: str, actor: Actor) -> None:
         """Implements the method of the store interface."""
-        asked = json.dumps(asdict(who))
-        await self._ask(lambda: self._script(RECORD, action, subject, asked), nothing, writes=True)
-        await self._replicated()
+        actor_json = json.dumps(asdict(actor))
+        await self._ask(
+            lambda: self._run_script(RECORD, action, subject, actor_json), ignore_reply, writes=True
+        )
+        await self._require_replicas()
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """Implements the method of the store interface; sequences are stream ids."""
@@ -192,79 +196,81 @@ class RedisStore:
     @property
     def health(self) -> Health:
         """Returns the state; not ok if Redis does not answer or cannot be written."""
-        detail, trouble = f"redis {self._where}", self._trouble
+        detail, trouble = f"redis {self._location}", self._fault
         if not trouble and self._wrong_key:
             trouble = f"takes no writes: {self._wrong_key}"
         if trouble:
             detail = f"{detail}: {trouble}; the local copy of the overrides stays in force"
         return Health(
-            not trouble, detail, time.monotonic() - self._since,
+            not trouble, detail, time.monotonic() - self._state_since,
             self._unusable, self._unusable_count, dict(self._skipped.counts),
         )  # fmt: skip
 
     async def _refresh(self) -> None:
         """Replaces the local copy by the entries in Redis, and restores what Redis has lost."""
-        found = await self._ask(lambda: self._script(FETCH), Fetched.of)
+        reply = await self._ask(lambda: self._run_script(FETCH), FetchedEntries.from_reply)
         now = time.monotonic()
-        self._note_key(found.wrong)
-        fetched = found.entries
+        self._set_wrong_key(reply.write_fault)
+        fetched = reply.entries
         # If FETCH leaves entries out, missing ones are not necessarily lost.
-        lost = [] if any(found.left_out) else self._lost(fetched, now)
+        lost = [] if any(reply.left_out) else self._lost_entries(fetched, now)
         self._confirmed_at = now
-        self._note_unusable(found, {held.override_id for held in lost})
-        if lost and not found.wrong:
+        self._set_unusable(reply, {entry.override_id for entry in lost})
+        if lost and not reply.write_fault:
             _log.warning(
-                "store_had_lost", store=self._where, overrides=[h.override_id for h in lost]
+                "store_had_lost", store=self._location, overrides=[h.override_id for h in lost]
             )
-            seeds = json.dumps([h.seed(now) for h in lost])
-            await self._ask(lambda: self._script(SEED, seeds), nothing, writes=True)
+            seeds = json.dumps([h.to_seed(now) for h in lost])
+            await self._ask(lambda: self._run_script(SEED, seeds), ignore_reply, writes=True)
         # Even if they cannot be restored: acknowledged overrides stay in force.
         fetched.update({h.override_id: h for h in lost})
-        self._revision = found.counter
-        await self._hold(fetched)
+        self._revision = reply.counter
+        await self._replace_entries(fetched)
 
-    def _note_unusable(self, found: Fetched, put_right: Collection[str]) -> None:
+    def _set_unusable(self, reply: FetchedEntries, put_right: Collection[str]) -> None:
         """Records unreadable entries, and those beyond the limit.  put_right: restored ids."""
-        left_out = found.left_out[0]
-        names = [name for name in found.unreadable if name not in put_right]
+        left_out = reply.left_out[0]
+        names = [name for name in reply.unreadable if name not in put_right]
         self._unusable = dict.fromkeys(names, "unreadable: clear it, or delete it in Redis")
         if left_out:
             self._unusable[f"{left_out} others"] = "they are beyond the limit of live overrides"
-        count = found.unreadable_count - (len(found.unreadable) - len(names))
+        count = reply.unreadable_count - (len(reply.unreadable) - len(names))
         self._unusable_count = count + left_out
-        self._skipped.add("override", found.unreadable, "not an entry", found.unreadable_count)
+        self._skipped.add("override", reply.unreadable, "not an entry", reply.unreadable_count)
         self._skipped.add("override_beyond_limit", (), "more than can be in force", left_out)
 
-    def _lost(self, fetched: Mapping[str, MirroredEntry], now: float) -> list[MirroredEntry]:
+    def _lost_entries(
+        self, fetched: Mapping[str, MirroredEntry], now: float
+    ) -> list[MirroredEntry]:
         if now - self._confirmed_at > TOMBSTONE_SECONDS / 2:
             return []
         return [
-            held
-            for name, held in self._held.items()
-            if held.left(now) > _TOO_LATE_SECONDS
-            and (name not in fetched or fetched[name].revision < held.revision)
+            entry
+            for name, entry in self._entries.items()
+            if entry.remaining_seconds(now) > _TOO_LATE_SECONDS
+            and (name not in fetched or fetched[name].revision < entry.revision)
         ]
 
-    async def _hold(self, entries: dict[str, MirroredEntry]) -> None:
+    async def _replace_entries(self, entries: dict[str, MirroredEntry]) -> None:
         now = time.monotonic()
-        entries = {name: held for name, held in entries.items() if not held.over(now)}
-        same = {n: h.revision for n, h in entries.items()} == {
-            n: h.revision for n, h in self._held.items()
+        entries = {name: entry for name, entry in entries.items() if not entry.has_expired(now)}
+        is_unchanged = {n: h.revision for n, h in entries.items()} == {
+            n: h.revision for n, h in self._entries.items()
         }
-        self._held = entries
-        if self._file is not None and not same:
-            await asyncio.to_thread(self._file.write, entries)
+        self._entries = entries
+        if self._mirror is not None and not is_unchanged:
+            await asyncio.to_thread(self._mirror.write, entries)
 
-    async def _script(self, script: str, *arguments: object) -> Any:
+    async def _run_script(self, script: str, *arguments: object) -> Any:
         return await self._client.eval(
             script, len(self._keys), *self._keys, *self._common, *map(str, arguments)
         )
 
-    async def _replicated(self) -> None:
+    async def _require_replicas(self) -> None:
         if self._replicas:
             ms = round(self._timeout_seconds * 500)
             have = await self._ask(
-                lambda: self._client.wait(self._replicas, ms), number_of, writes=True
+                lambda: self._client.wait(self._replicas, ms), decode_integer, writes=True
             )
             if have < self._replicas:
                 raise StoreUnavailableError(
@@ -288,56 +294,57 @@ class RedisStore:
             async with asyncio.timeout(2 * self._timeout_seconds):
                 answer = read(await command())
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
-            self._note(in_words(error, self._redacted))
+            self._set_fault(error_text(error, self._redacted))
             raise StoreUnavailableError(
-                f"redis {self._where} does not answer in time"
+                f"redis {self._location} does not answer in time"
                 + ("; it is unknown whether it was done: retry with the same id" * writes)
             ) from error
         except redis.exceptions.ResponseError as error:
-            if not (wrong := str(error)).startswith(REFUSED):
-                raise self._failed(error, writes=writes) from error
+            if not (message := str(error)).startswith(REFUSED):
+                raise self._unavailable_error(error, writes=writes) from error
             # If it is a key of the overrides, the next FETCH reports it too.
             raise StoreUnavailableError(
-                f"redis {self._where} takes no writes: {wrong.removeprefix(REFUSED)}; nothing was "
+                f"redis {self._location} takes no writes: {message.removeprefix(REFUSED)}; nothing "
+                "was "
                 "changed"
             ) from error
         except (*REDIS_ERRORS, OSError) as error:
-            raise self._failed(error, writes=writes) from error
+            raise self._unavailable_error(error, writes=writes) from error
         except Exception as error:  # redis-py raises various errors for a malformed reply
-            what = ValueError(f"its reply cannot be read ({type(error).__name__})")
-            raise self._failed(what, writes=writes) from error
-        if writes or not self._trouble.startswith("takes no writes"):
-            self._note("")
+            malformed = ValueError(f"its reply cannot be read ({type(error).__name__})")
+            raise self._unavailable_error(malformed, writes=writes) from error
+        if writes or not self._fault.startswith("takes no writes"):
+            self._set_fault("")
         return answer
 
-    def _failed(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
-        words = in_words(error, self._redacted)
-        self._note(words)
+    def _unavailable_error(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
+        reason = error_text(error, self._redacted)
+        self._set_fault(reason)
         outcome = "nothing was changed"
-        if writes and not came_before_any_write(error):
+        if writes and not is_before_any_write(error):
             outcome = "it is unknown whether it was done: retry with the same id"
-        return StoreUnavailableError(f"redis {self._where}: {words}; {outcome}")
+        return StoreUnavailableError(f"redis {self._location}: {reason}; {outcome}")
 
-    def _note_key(self, wrong: str) -> None:
+    def _set_wrong_key(self, wrong: str) -> None:
         if wrong and not self._wrong_key:
-            self._since = time.monotonic()
-            _log.error("store_takes_no_writes", store=self._where, error=wrong)
+            self._state_since = time.monotonic()
+            _log.error("store_takes_no_writes", store=self._location, error=wrong)
         elif self._wrong_key and not wrong:
-            self._since = time.monotonic()
-            _log.info("store_takes_writes_again", store=self._where)
+            self._state_since = time.monotonic()
+            _log.info("store_takes_writes_again", store=self._location)
         self._wrong_key = wrong
 
-    def _note(self, trouble: str) -> None:
-        if trouble == self._trouble:
+    def _set_fault(self, trouble: str) -> None:
+        if trouble == self._fault:
             return
-        if bool(trouble) != bool(self._trouble):
-            self._since = time.monotonic()
+        if bool(trouble) != bool(self._fault):
+            self._state_since = time.monotonic()
         if trouble:
             # Also at the start, and if the reason changes.
-            _log.warning("store_away", store=self._where, error=trouble)
-        elif self._trouble != _NOT_ASKED:
-            _log.info("store_back", store=self._where)
-        self._trouble = trouble
+            _log.warning("store_away", store=self._location, error=trouble)
+        elif self._fault != _NOT_CONTACTED:
+            _log.info("store_back", store=self._location)
+        self._fault = trouble
 
     async def _listen(self) -> None:
         """Reports a change for every published message; reconnects indefinitely, with pauses."""
@@ -347,13 +354,13 @@ class RedisStore:
                 async with self._client.pubsub() as channel:
                     await channel.subscribe(self._common[1])
                     pause = _BACKOFF_SECONDS[0]
-                    self._changed()
+                    self._on_change()
                     async for message in channel.listen():
                         if message["type"] == "message":
-                            self._changed()
+                            self._on_change()
             except Exception as error:  # noqa: BLE001  # a malformed reply can raise any error
                 # `_reconcile` reports failures; this only reconnects.
-                _log.debug("store_not_heard", store=self._where, error=type(error).__name__)
+                _log.debug("store_not_heard", store=self._location, error=type(error).__name__)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _BACKOFF_SECONDS[1])
 
@@ -363,28 +370,32 @@ class RedisStore:
             jitter = random.uniform(0.8, 1.2)
             await asyncio.sleep(self._reconcile_seconds * jitter)
             with contextlib.suppress(StoreUnavailableError):
-                counter = await self._ask(lambda: self._client.get(self._keys[0]), _counter)
-                if counter != self._revision or self._trouble or self._wrong_key:
-                    self._changed()
+                counter = await self._ask(lambda: self._client.get(self._keys[0]), _read_counter)
+                if counter != self._revision or self._fault or self._wrong_key:
+                    self._on_change()
 
 
-def _nobody() -> None:
+def _ignore_change() -> None:
     """Ignores changes before the store is open."""
 
 
-def _written(override_id: str, body: str, reply: Any) -> tuple[int, MirroredEntry | None]:
+def _read_write_reply(override_id: str, body: str, reply: Any) -> tuple[int, MirroredEntry | None]:
     """Decodes the reply of WRITE.  Raises one of MALFORMED."""
-    done, *rest = list_of(reply)
-    if number_of(done) == FULL:
+    outcome, *values = require_list(reply)
+    if decode_integer(outcome) == FULL:
         return FULL, None
-    text, left = list_of(rest, 2)
-    held = MirroredEntry.of(override_id, text, left, time.monotonic()) if text else None
-    if done == WRITTEN and (held is None or held.body != body):
+    text, remaining_ms = require_list(values, 2)
+    entry = (
+        MirroredEntry.from_redis(override_id, text, remaining_ms, time.monotonic())
+        if text
+        else None
+    )
+    if outcome == WRITTEN and (entry is None or entry.body != body):
         raise ValueError("must be the written entry")
-    return done, held
+    return outcome, entry
 
 
-def _counter(reply: Any) -> bytes:
+def _read_counter(reply: Any) -> bytes:
     """Returns the counter's raw value.  Raises TypeError."""
     if reply is not None and not isinstance(reply, bytes):
         raise TypeError("the counter must be a text")

@@ -15,8 +15,14 @@ from typing import Any, Final, TypeVar
 import redis.exceptions
 
 from controller.store.interface import StoreUnavailableError, Summaries, Summary
-from controller.store.redis_errors import in_words
-from controller.store.redis_replies import list_of, nothing, number_of, rows_of, text_of
+from controller.store.redis_errors import error_text
+from controller.store.redis_replies import (
+    decode_integer,
+    decode_text,
+    ignore_reply,
+    require_list,
+    split_rows,
+)
 from controller.store.redis_scripts import NOW
 
 # Lifetime of a text: a sidecar that died is listed as silent for this time.
@@ -137,7 +143,7 @@ class RedisSummaries:
         self._redacted = redacted
         self._timeout_seconds = timeout_seconds
         self._kept_seconds = kept_seconds
-        self._trouble = ""
+        self._fault = ""
         self._pause_seconds = 0.0
         self._again_at = 0.0
 
@@ -149,43 +155,44 @@ class RedisSummaries:
                 _PUT, 2, self._index, self._key(source),
                 source, body, milliseconds, SOURCES_MAX, self._key(""),
             ),
-            nothing,
+            ignore_reply,
         )  # fmt: skip
 
     async def remove(self, source: str) -> None:
         """Implements the method of the store interface."""
         await self._ask(
-            lambda: self._client.eval(_REMOVE, 2, self._index, self._key(source), source), nothing
+            lambda: self._client.eval(_REMOVE, 2, self._index, self._key(source), source),
+            ignore_reply,
         )
 
     async def read(self) -> Summaries:
         """Implements the method of the store interface."""
         bad, ages = await self._ask(
-            lambda: self._client.eval(_SOURCES, 1, self._index, SOURCES_MAX), _sources
+            lambda: self._client.eval(_SOURCES, 1, self._index, SOURCES_MAX), _read_sources_reply
         )
-        found: list[Summary] = []
+        summaries: list[Summary] = []
         pending, room = list(ages), _READ_BYTES_MAX
         # Each reply has space for at least one text, so that `pending` shrinks.
         while pending and room >= TEXT_BYTES_MAX:
-            asked, pending = pending[:_TEXTS], pending[_TEXTS:]
-            texts = dict(zip(asked, await self._texts(asked, room), strict=True))
-            late = [source for source in asked if texts[source] == _NO_ROOM]
-            if late == asked:
+            batch, pending = pending[:_TEXTS], pending[_TEXTS:]
+            texts = dict(zip(batch, await self._texts(batch, room), strict=True))
+            late = [source for source in batch if texts[source] == _NO_ROOM]
+            if late == batch:
                 raise StoreUnavailableError("its reply cannot be read: it has room for no text")
             pending = late + pending
             bad += sum(text == _REFUSED for text in texts.values())
             for source, text in texts.items():
                 if isinstance(text, bytes):
                     room -= len(text)
-                    found.append(Summary(source, text, ages[source]))
-        return Summaries(found, bad, left_out=len(pending))
+                    summaries.append(Summary(source, text, ages[source]))
+        return Summaries(summaries, bad, left_out=len(pending))
 
     async def _texts(self, sources: Sequence[str], room: int) -> Sequence[bytes | int]:
         keys = map(self._key, sources)
         most = (TEXT_BYTES_MAX, min(room, _ANSWER_BYTES_MAX))
         return await self._ask(
             lambda: self._client.eval(_GET, len(sources), *keys, *most),
-            lambda reply: _texts(reply, len(sources)),
+            lambda reply: _read_texts_reply(reply, len(sources)),
         )
 
     def _key(self, source: str) -> str:
@@ -194,34 +201,36 @@ class RedisSummaries:
     async def _ask(self, command: Callable[[], Awaitable[Any]], read: Callable[[Any], _T]) -> _T:
         """Asks Redis, unless it failed a moment ago: it is tried again after a pause."""
         if (wait := self._again_at - time.monotonic()) > 0:
-            raise StoreUnavailableError(f"{self._trouble}; it is asked again in {wait:.1f} s")
+            raise StoreUnavailableError(f"{self._fault}; it is asked again in {wait:.1f} s")
         try:
             # The client's own timeout comes first, unless a reply arrives slowly in parts.
             async with asyncio.timeout(2 * self._timeout_seconds):
                 answer = read(await command())
         except Exception as error:  # also whatever a reply makes the client raise
-            silent = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
-            self._trouble = "does not answer in time" if silent else in_words(error, self._redacted)
-            first, most = _PAUSE_SECONDS
-            self._pause_seconds = min(max(first, 2 * self._pause_seconds), most)
+            is_timeout = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
+            self._fault = (
+                "does not answer in time" if is_timeout else error_text(error, self._redacted)
+            )
+            shortest_pause, longest_pause = _PAUSE_SECONDS
+            self._pause_seconds = min(max(shortest_pause, 2 * self._pause_seconds), longest_pause)
             self._again_at = time.monotonic() + self._pause_seconds
-            raise StoreUnavailableError(self._trouble) from error
+            raise StoreUnavailableError(self._fault) from error
         self._pause_seconds = 0.0
         return answer
 
 
-def _sources(reply: Any) -> tuple[int, dict[str, float]]:
+def _read_sources_reply(reply: Any) -> tuple[int, dict[str, float]]:
     """Decodes the reply of _SOURCES: (invalid, age in seconds by source).  Raises MALFORMED."""
-    refused, *flat = list_of(reply)
+    refused, *flat = require_list(reply)
     if not all(isinstance(name, bytes) and name.isalnum() for name in flat[::2]):
         raise ValueError("sources must be hexadecimal digits")
-    ages = {text_of(name): number_of(age) / 1000 for name, age in rows_of(flat, 2)}
-    return number_of(refused), ages
+    ages = {decode_text(name): decode_integer(age) / 1000 for name, age in split_rows(flat, 2)}
+    return decode_integer(refused), ages
 
 
-def _texts(reply: Any, count: int) -> Sequence[bytes | int]:
+def _read_texts_reply(reply: Any, count: int) -> Sequence[bytes | int]:
     """Decodes the reply of _GET.  Raises one of MALFORMED."""
-    texts = list_of(reply, count)
+    texts = require_list(reply, count)
     if not all(isinstance(text, bytes | int) for text in texts):
         raise TypeError("must be texts and numbers")
     return texts

@@ -47,7 +47,7 @@ _OFF: Final = frozenset({"0", "f", "false", "n", "no"})
 _CERTIFICATE_CHECKS: Final = ("none", "optional", "required")
 _ABOVE_ZERO: Final = ("socket_connect_timeout", "socket_read_size", "socket_timeout")
 # One connection always waits for messages, so that commands need a second one.
-_LEAST: Final = {"db": 0, "health_check_interval": 0, "max_connections": 2}
+_MINIMUM: Final = {"db": 0, "health_check_interval": 0, "max_connections": 2}
 # CLIENT SETNAME accepts no other characters.
 _CLIENT_NAME = re.compile(r"[!-~]+")
 # An address that begins with colons, with or without a port.
@@ -96,15 +96,15 @@ def read_url(url: str) -> RedisUrl:
     """
     if not url.strip():
         raise UnusableUrlError("it is empty: set the URL, or remove the setting")
-    scheme, _, rest = url.strip().partition("://")
+    scheme, _, after_scheme = url.strip().partition("://")
     if scheme.lower() not in SCHEMES:
         raise UnusableUrlError(f"unknown scheme; the schemes are {', '.join(SCHEMES)}")
     base, _, kind = scheme.lower().partition("+")
-    parts = _PARTS.fullmatch(rest)
+    parts = _PARTS.fullmatch(after_scheme)
     if parts is None:
         raise UnusableUrlError("a # in it must be written as %23")
     authority, path, query = parts[1], parts[2], parts[3] or ""
-    before, _, hosts = authority.rpartition("@")
+    account_text, _, hosts = authority.rpartition("@")
     service = ""
     if kind == "sentinel":
         service, _, path = path.strip("/").partition("/")
@@ -118,13 +118,16 @@ def read_url(url: str) -> RedisUrl:
     texts = [f"{base}://{name}/{path.strip('/')}?{query}" for name in names]
     if base == "unix":
         texts = [f"unix://{path}?{query}"]
-    read = [_parsed(text) for text in texts]
+    parsed_urls = [_parse_one_host(text) for text in texts]
     port = _SENTINEL_PORT if kind == "sentinel" else _PORT
-    places = [(str(one.pop("host", "")), int(one.pop("port", port))) for one in read]
-    _check_values(read[0], "" if base == "unix" else path)
+    places = [
+        (str(host_options.pop("host", "")), int(host_options.pop("port", port)))
+        for host_options in parsed_urls
+    ]
+    _check_values(parsed_urls[0], "" if base == "unix" else path)
     tls = base == "rediss"
-    sentinel_tls = read[0].pop("sentinel_tls", "yes" if tls else "no")
-    account = _parsed(f"redis://{before}@host")
+    sentinel_tls = parsed_urls[0].pop("sentinel_tls", "yes" if tls else "no")
+    account = _parse_one_host(f"redis://{account_text}@host")
     account.pop("host")
     return RedisUrl(
         kind,
@@ -133,33 +136,34 @@ def read_url(url: str) -> RedisUrl:
         () if base == "unix" else places,
         unquote(service),
         account,
-        read[0],
+        parsed_urls[0],
     )
 
 
-def _parsed(url: str) -> dict[str, Any]:
+def _parse_one_host(url: str) -> dict[str, Any]:
     """Parses a URL with one host.  Raises ValueError."""
     # Imported only if Redis is used, because the import is slow.
     from redis.asyncio.connection import parse_url  # noqa: PLC0415
 
-    found: dict[str, Any] = {**parse_url(url)}
+    options: dict[str, Any] = {**parse_url(url)}
     # This package uses its own connection classes.
-    found.pop("connection_class", None)
-    return found
+    options.pop("connection_class", None)
+    return options
 
 
 def _check_options(query: str, kind: str) -> None:
     """Raises UnusableUrlError for an unknown or repeated option, or an invalid value."""
     options = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in options]
-    known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
+    known_names = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     for name in names:
-        if name not in known and not name.startswith(_TLS_OPTION):
+        if name not in known_names and not name.startswith(_TLS_OPTION):
             # The name may be a part of a password that contains a delimiter.
             is_safe = "@" not in query and _SECRETS.isdisjoint(names) and _NAME.fullmatch(name)
             raise UnusableUrlError(
                 "its query has an option that the Redis client does not know"
-                f"{f' ({name})' if is_safe else ''}; the options are {', '.join(sorted(known))} "
+                f"{f' ({name})' if is_safe else ''}; the options are "
+                f"{', '.join(sorted(known_names))} "
                 f"and, for TLS, those of redis-py that begin with {_TLS_OPTION}"
             )
     if len(set(names)) < len(names):
@@ -203,13 +207,13 @@ def _check_values(options: Mapping[str, Any], path: str) -> None:
         value = options.get(name, 1)
         if not (math.isfinite(value) and value > 0):
             raise UnusableUrlError(f"{name} in its query must be above 0")
-    for name, least in _LEAST.items():
-        if options.get(name, least) < least:
-            raise UnusableUrlError(f"{name} in its query must be at least {least}")
+    for name, minimum in _MINIMUM.items():
+        if options.get(name, minimum) < minimum:
+            raise UnusableUrlError(f"{name} in its query must be at least {minimum}")
     if not _CLIENT_NAME.fullmatch(options.get("client_name", "-")):
         raise UnusableUrlError("client_name in its query must be ASCII without blanks")
-    at_end = path.strip("/")
-    if at_end.isdecimal() and int(at_end) != options.get("db"):
+    path_database = path.strip("/")
+    if path_database.isdecimal() and int(path_database) != options.get("db"):
         raise UnusableUrlError("its path and its query name different databases")
 
 
@@ -221,67 +225,71 @@ def redact(text: str, url: str) -> str:
     """
     if not url:
         return text
-    shown, secrets = _shown(url), sorted(_secrets(url), key=len, reverse=True)
+    shown, secrets = _shown_url(url), sorted(_secrets(url), key=len, reverse=True)
     hide = re.compile("|".join(map(re.escape, secrets))) if secrets else None
     pieces = text.split(url)
     return shown.join(hide.sub(HIDDEN, piece) if hide else piece for piece in pieces)
 
 
-def _shown(url: str) -> str:
-    scheme, found, rest = url.partition("://")
-    if not (found and _SCHEME.fullmatch(scheme)):
+def _shown_url(url: str) -> str:
+    scheme, separator, after_scheme = url.partition("://")
+    if not (separator and _SCHEME.fullmatch(scheme)):
         return HIDDEN
-    place = _place(scheme, rest)
+    place = _shown_place(scheme, after_scheme)
     if place is None:
         return f"{scheme}://{HIDDEN}"
-    before, query = _split(rest)
-    return f"{scheme}://{f'{HIDDEN}@' * ('@' in before)}{place}{f'?{HIDDEN}' * bool(query)}"
+    before_query, query = _split_query(after_scheme)
+    return f"{scheme}://{f'{HIDDEN}@' * ('@' in before_query)}{place}{f'?{HIDDEN}' * bool(query)}"
 
 
-def _split(rest: str) -> tuple[str, str]:
+def _split_query(after_scheme: str) -> tuple[str, str]:
     """Returns the part before the query or fragment, and the query with what follows it."""
-    match = re.search(r"[?#]", rest)
-    return (rest[: match.start()], rest[match.end() :]) if match else (rest, "")
+    match = re.search(r"[?#]", after_scheme)
+    return (
+        (after_scheme[: match.start()], after_scheme[match.end() :])
+        if match
+        else (after_scheme, "")
+    )
 
 
-def _place(scheme: str, rest: str) -> str | None:
+def _shown_place(scheme: str, after_scheme: str) -> str | None:
     """Returns hosts and path, or None if they may contain a credential."""
-    known = _SOCKET if scheme == "unix" else _PLACE
-    before, query = _split(rest)
-    place = before.rpartition("@")[2]
+    pattern = _SOCKET if scheme == "unix" else _PLACE
+    before_query, query = _split_query(after_scheme)
+    place = before_query.rpartition("@")[2]
     # An @ after a ? may be the end of a password that contains a ?.
-    return place if "@" not in query and known.fullmatch(place) else None
+    return place if "@" not in query and pattern.fullmatch(place) else None
 
 
 def _secrets(url: str) -> set[str]:
-    scheme, _, rest = url.partition("://")
-    rest = rest or url
-    if _place(scheme, rest) is None:
-        parts = [rest, *_DELIMITERS.split(rest)]
+    scheme, _, after_scheme = url.partition("://")
+    after_scheme = after_scheme or url
+    if _shown_place(scheme, after_scheme) is None:
+        parts = [after_scheme, *_DELIMITERS.split(after_scheme)]
     else:
-        before, query = _split(rest)
-        account = before.rpartition("@")[0]
+        before_query, query = _split_query(after_scheme)
+        account = before_query.rpartition("@")[0]
         user, _, password = account.partition(":")
         # An exception may quote the text between two delimiters.
-        parts = [account, user, password, *_DELIMITERS.split(account), *_values(query)]
-    return {form for part in parts for form in _forms(part) if form}
+        parts = [account, user, password, *_DELIMITERS.split(account), *_query_secrets(query)]
+    return {form for part in parts for form in _encoded_forms(part) if form}
 
 
-def _values(query: str) -> Iterator[str]:
+def _query_secrets(query: str) -> Iterator[str]:
     for pair in re.split(r"[&;#]", query):
         name, _, value = pair.partition("=")
         if not _PLAIN.fullmatch(value) or re.search(r"pass|user|auth|token|key", name):
             yield value
 
 
-def _forms(secret: str) -> Iterator[str]:
-    for plain in (secret, unquote(secret), unquote_plus(secret)):
-        yield plain
-        yield quote(plain, safe="")
-        yield quote_plus(plain, safe="")
+def _encoded_forms(secret: str) -> Iterator[str]:
+    for decoded in (secret, unquote(secret), unquote_plus(secret)):
+        yield decoded
+        yield quote(decoded, safe="")
+        yield quote_plus(decoded, safe="")
         # In the notations of repr and JSON.
-        yield repr(plain)[1:-1]
-        yield json.dumps(plain)[1:-1]
+        yield repr(decoded)[1:-1]
+        yield json.dumps(decoded)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,4 +313,4 @@ class RedisAccess:
     client_key: Path | None = None
 
 
-NOTHING_BESIDE_THE_URL = RedisAccess()
+NO_EXTRA_ACCESS = RedisAccess()

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_UNFINISHED = ".part"
+_PARTIAL_SUFFIX = ".part"
 # Consecutive equal reads after which a change is used.
-AGREEING_LOOKS: Final = 2
+EQUAL_READS_MIN: Final = 2
 # Seconds between reads.  A change is used within a second: after at most two pauses.
-LOOK_SECONDS: Final = 0.4
+POLL_SECONDS: Final = 0.4
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file so that a crash leaves the old or the new content.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
+    part = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL_SUFFIX}")
     try:
         with part.open("wb") as file:
             file.write(content)
@@ -41,12 +41,12 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def remove_unfinished(directory: Path) -> None:
+def remove_partial_files(directory: Path) -> None:
     """Removes unfinished files of killed processes from a directory and its subdirectories.
 
     No other process may be writing there.  Raises OSError.
     """
-    for part in directory.rglob(f".*{_UNFINISHED}"):
+    for part in directory.rglob(f".*{_PARTIAL_SUFFIX}"):
         part.unlink(missing_ok=True)
 
 
@@ -87,7 +87,7 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FileSnapshot:
     """Result of one read of a file.
 
     content: b"" if it cannot be read.  error: why it cannot be read, "" if it can.
@@ -101,23 +101,24 @@ class Found:
 class WatchedFile:
     """Reads one file repeatedly.
 
-    found: by the last read.  agreeing: consecutive reads with this result, the last one included.
+    snapshot: by the last read.  equal_reads: consecutive reads with this result, the last one
+    included.
     """
 
     def __init__(self, path: Path, bytes_max: int) -> None:
         self.path = path
         self._bytes_max = bytes_max
-        self.found = Found()
-        self.agreeing = 0
+        self.snapshot = FileSnapshot()
+        self.equal_reads = 0
 
-    def look(self) -> Found:
+    def read(self) -> FileSnapshot:
         """Reads the file.  Raises nothing: a failed read is a result too."""
         try:
-            found = Found(read_small(self.path, self._bytes_max))
+            new_snapshot = FileSnapshot(read_small(self.path, self._bytes_max))
         except MissingFileError as error:
-            found = Found(error=str(error), is_missing=True)
+            new_snapshot = FileSnapshot(error=str(error), is_missing=True)
         except UnreadableFileError as error:
-            found = Found(error=str(error))
-        self.agreeing = self.agreeing + 1 if found == self.found else 1
-        self.found = found
-        return found
+            new_snapshot = FileSnapshot(error=str(error))
+        self.equal_reads = self.equal_reads + 1 if new_snapshot == self.snapshot else 1
+        self.snapshot = new_snapshot
+        return new_snapshot

@@ -38,7 +38,7 @@ _Kind = tuple[str, ...]
 
 Line = MutableMapping[str, Any]
 
-_readers: list[Callable[[Line], None]] = []
+_listeners: list[Callable[[Line], None]] = []
 _log = structlog.get_logger(__name__)
 
 
@@ -84,13 +84,13 @@ class LogQueue(QueueHandler):
 
 
 @dataclass(slots=True)
-class _LineBudget:
+class _LineBucket:
     lines: float
     filled_at: float
     suppressed: int = 0
 
 
-class LineLimit(logging.Filter):
+class RepeatedLineFilter(logging.Filter):
     """Suppresses repeated lines of a handler, and counts them in the next line of their kind.
 
     Lines are of the same kind if they have the same event, engine and override (as far as they name
@@ -102,7 +102,7 @@ class LineLimit(logging.Filter):
         super().__init__()
         self._clock = clock
         # In the order of the last use.
-        self._buckets: OrderedDict[_Kind, _LineBudget] = OrderedDict()
+        self._buckets: OrderedDict[_Kind, _LineBucket] = OrderedDict()
         # Suppressed lines of dropped kinds, by event.
         self._forgotten: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -110,60 +110,63 @@ class LineLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns False for a suppressed line; adds `suppressed` to one that follows such lines."""
-        kind = _kind_of(record)
+        kind = _line_kind(record)
         with self._lock:
-            bucket = self._bucket(kind)
+            bucket = self._refilled_bucket(kind)
             if bucket.lines < 1:
                 bucket.suppressed += 1
                 self.suppressed += 1
                 return False
             bucket.lines -= 1
-            untold, bucket.suppressed = bucket.suppressed, 0
-        if untold:
+            suppressed_count, bucket.suppressed = bucket.suppressed, 0
+        if suppressed_count:
             if isinstance(record.msg, dict):
-                record.msg = {**record.msg, "suppressed": untold}
+                record.msg = {**record.msg, "suppressed": suppressed_count}
             else:
-                record.suppressed = untold
+                record.suppressed = suppressed_count
         return True
 
-    def untold(self) -> dict[str, int]:
+    def pending_suppressed_counts(self) -> dict[str, int]:
         """Returns and resets the counts of suppressed lines that were not logged yet, by event."""
         with self._lock:
-            found, self._forgotten = self._forgotten, Counter()
+            counts, self._forgotten = self._forgotten, Counter()
             for kind, bucket in self._buckets.items():
-                found[kind[0]] += bucket.suppressed
+                counts[kind[0]] += bucket.suppressed
                 bucket.suppressed = 0
-        return {event: count for event, count in sorted(found.items()) if count}
+        return {event: count for event, count in sorted(counts.items()) if count}
 
-    def _bucket(self, kind: _Kind) -> _LineBudget:
+    def _refilled_bucket(self, kind: _Kind) -> _LineBucket:
         now = self._clock()
         if kind not in self._buckets:
             if len(self._buckets) >= _KINDS:
-                self._forget_one()
-            self._buckets[kind] = _LineBudget(_BURST, now)
+                self._forget_oldest_kind()
+            self._buckets[kind] = _LineBucket(_BURST, now)
         self._buckets.move_to_end(kind)
         bucket = self._buckets[kind]
         bucket.lines = min(_BURST, bucket.lines + (now - bucket.filled_at) / _SECONDS_A_LINE)
         bucket.filled_at = now
         return bucket
 
-    def _forget_one(self) -> None:
+    def _forget_oldest_kind(self) -> None:
         (event, *_), bucket = self._buckets.popitem(last=False)
         if bucket.suppressed:
             # The number of events is unbounded: a library may log any text.
-            known = event in self._forgotten or len(self._forgotten) < _KINDS
-            self._forgotten[event if known else "other events"] += bucket.suppressed
+            has_counter = event in self._forgotten or len(self._forgotten) < _KINDS
+            self._forgotten[event if has_counter else "other events"] += bucket.suppressed
 
 
-def _kind_of(record: logging.LogRecord) -> _Kind:
-    said = record.msg
-    if isinstance(said, dict):
-        return (str(said.get("event")), *(str(said[name]) for name in _SAME if name in said))
+def _line_kind(record: logging.LogRecord) -> _Kind:
+    message = record.msg
+    if isinstance(message, dict):
+        return (
+            str(message.get("event")),
+            *(str(message[name]) for name in _SAME if name in message),
+        )
     # A library's line: its text before arguments are inserted.
-    return (str(said), record.name)
+    return (str(message), record.name)
 
 
-_limit = LineLimit()
+_line_filter = RepeatedLineFilter()
 
 
 def configure(level: str) -> None:
@@ -179,14 +182,14 @@ def configure(level: str) -> None:
         cache_logger_on_first_use=True,
     )
     handler = LogQueue(sys.stderr)
-    handler.addFilter(_limit)
+    handler.addFilter(_line_filter)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*_SHARED, structlog.stdlib.ExtraAdder(allow=["suppressed"])],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
-                _show,
+                _notify_listeners,
                 structlog.processors.JSONRenderer(),
             ],
         )
@@ -196,28 +199,28 @@ def configure(level: str) -> None:
     root.setLevel(level.upper())
 
 
-def show_to(reader: Callable[[Line], None]) -> None:
+def add_listener(reader: Callable[[Line], None]) -> None:
     """Calls `reader` with every line that is written from now on, on the thread that logs it."""
-    _readers.append(reader)
+    _listeners.append(reader)
 
 
-def show_no_more_to(reader: Callable[[Line], None]) -> None:
+def remove_listener(reader: Callable[[Line], None]) -> None:
     """Stops calling `reader`."""
-    _readers.remove(reader)
+    _listeners.remove(reader)
 
 
 def suppressed_lines() -> int:
     """Returns the number of lines that were suppressed so far."""
-    return _limit.suppressed
+    return _line_filter.suppressed
 
 
-def tell_suppressed() -> None:
+def log_suppressed_counts() -> None:
     """Logs the number of suppressed lines that were not logged yet, by event."""
-    if lines := _limit.untold():
+    if lines := _line_filter.pending_suppressed_counts():
         _log.warning("log_lines_suppressed", lines=lines)
 
 
-def _show(_logger: object, _method: str, line: Line) -> Line:
-    for reader in _readers:
+def _notify_listeners(_logger: object, _method: str, line: Line) -> Line:
+    for reader in _listeners:
         reader(line)
     return line

@@ -36,7 +36,7 @@ def socket_path(address: str) -> Path:
     return Path(address.removeprefix("unix:").removeprefix("//"))
 
 
-def why_denied(address: str) -> str:
+def permission_denied_reason(address: str) -> str:
     """Explains why this process may not open a sidecar's unix socket, and which user may.
 
     Returns "" if it may, for other addresses, and if there is no socket.
@@ -49,22 +49,27 @@ def why_denied(address: str) -> str:
         if not directory.exists():
             return ""
         if not os.access(directory, os.X_OK):
-            return _denied(directory, stat.S_IXUSR)
+            return _denied_text(directory, stat.S_IXUSR)
     if not path.exists() or os.access(path, os.W_OK):
         return ""
-    return _denied(path, stat.S_IWUSR)
+    return _denied_text(path, stat.S_IWUSR)
 
 
-def _denied(path: Path, right: int) -> str:
+def _denied_text(path: Path, right: int) -> str:
     """Explains a mode.  right: the needed bit of the owner; the group's bit is `right >> 3`."""
-    found = path.stat()
-    who = [f"as uid {found.st_uid}"] if found.st_mode & right else []
-    if found.st_mode & (right >> 3):
-        who.append(f"in group {found.st_gid}")
-    fix = f"run this command {' or '.join(who)}" if who else "change its mode, which allows no user"
+    status = path.stat()
+    permitted = [f"as uid {status.st_uid}"] if status.st_mode & right else []
+    if status.st_mode & (right >> 3):
+        permitted.append(f"in group {status.st_gid}")
+    fix = (
+        f"run this command {' or '.join(permitted)}"
+        if permitted
+        else "change its mode, which allows no user"
+    )
     return (
-        f"permission denied: {path} has mode {stat.filemode(found.st_mode)}, uid {found.st_uid} "
-        f"and gid {found.st_gid}, and this command runs as uid {os.geteuid()}, gid {os.getegid()}; "
+        f"permission denied: {path} has mode {stat.filemode(status.st_mode)}, uid {status.st_uid} "
+        f"and gid {status.st_gid}, and this command runs as uid {os.geteuid()}, gid "
+        f"{os.getegid()}; "
         f"{fix}"
     )
 
@@ -119,11 +124,11 @@ def is_loopback(address: str) -> bool:
     Other forms that gRPC accepts (dns:///HOST, ipv4:ADDRESS,ADDRESS, or ::1:PORT, which it reads as
     an address without a port) are not: the text does not say which host they lead to.
     """
-    found = _PLAIN_HOST_PORT.fullmatch(address)
-    if found is None:
+    match = _PLAIN_HOST_PORT.fullmatch(address)
+    if match is None:
         return False
-    six, other = found.groups()
-    return is_loopback_host(f"[{six}]" if six else other)
+    ipv6_host, name_or_ipv4 = match.groups()
+    return is_loopback_host(f"[{ipv6_host}]" if ipv6_host else name_or_ipv4)
 
 
 def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

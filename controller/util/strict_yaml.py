@@ -33,7 +33,7 @@ class StrictYamlError(Exception):
         self.line = line
         super().__init__(problem)
 
-    def at(self, path: Path) -> str:
+    def located_text(self, path: Path) -> str:
         """Returns the error text with the file's name and the line."""
         return f"{path}, line {self.line}: {self}" if self.line else f"{path}: {self}"
 
@@ -55,12 +55,12 @@ class StrictLoader(yaml.SafeLoader):
         """Refuses aliases, which can expand without bound, tags, and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave it out
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise fault(event, "anchors and aliases are not supported; write the value out")
+            raise yaml_error(event, "anchors and aliases are not supported; write the value out")
         if getattr(event, "tag", None) is not None:
-            raise fault(event, "tags are not supported; write the plain value")
+            raise yaml_error(event, "tags are not supported; write the plain value")
         self._depth += 1
         if self._depth > self.depth_max:
-            raise fault(event, f"nested too deeply; {self.too_deep}")
+            raise yaml_error(event, f"nested too deeply; {self.too_deep}")
         try:
             node = super().compose_node(parent, index)
         finally:
@@ -74,27 +74,27 @@ class StrictLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except _STRAY as error:
-            raise fault(node, _UNREADABLE) from error
+            raise yaml_error(node, _UNREADABLE) from error
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
     """Refuses what no reader of such a file can use.  Raises MarkedYAMLError."""
     text: str = node.value
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise fault(node, "a text with a NUL character, or with half a surrogate pair")
+        raise yaml_error(node, "a text with a NUL character, or with half a surrogate pair")
     if node.tag in _NUMBERS and len(text) > _NUMBER_MAX:
-        raise fault(node, f"a number with more than {_NUMBER_MAX} characters")
+        raise yaml_error(node, f"a number with more than {_NUMBER_MAX} characters")
 
 
 def read_text(path: Path, bytes_max: int) -> str:
     """Reads a regular UTF-8 file of at most `bytes_max` bytes, or raises StrictYamlError."""
     try:
-        return decoded(read_small(path, bytes_max))
+        return decode_utf8(read_small(path, bytes_max))
     except UnreadableFileError as error:
         raise StrictYamlError(0, str(error)) from error
 
 
-def decoded(content: bytes) -> str:
+def decode_utf8(content: bytes) -> str:
     """Returns the text of a file, or raises StrictYamlError."""
     try:
         return content.decode("utf-8")
@@ -107,7 +107,7 @@ def load_mapping(
 ) -> tuple[dict[Any, Any], _T] | None:
     """Returns the text's mapping, and the result of `lines` for its nodes; None if it is empty.
 
-    `lines` may raise `fault` as well.  Raises StrictYamlError.
+    `lines` may raise `yaml_error` as well.  Raises StrictYamlError.
     """
     loader: StrictLoader | None = None
     try:
@@ -116,13 +116,13 @@ def load_mapping(
         if root is None or root.tag == _NULL:
             return None
         if not isinstance(root, yaml.MappingNode):
-            raise fault(root, "the file is not a mapping; write `key: value` lines")
-        found = lines(root)
-        return loader.construct_document(root), found
+            raise yaml_error(root, "the file is not a mapping; write `key: value` lines")
+        node_lines = lines(root)
+        return loader.construct_document(root), node_lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise StrictYamlError(mark.line + 1 if mark else 0, said) from error
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise StrictYamlError(mark.line + 1 if mark else 0, problem) from error
     except yaml.YAMLError as error:
         raise StrictYamlError(0, "the file is not YAML") from error
     except _STRAY as error:
@@ -133,6 +133,6 @@ def load_mapping(
             loader.dispose()
 
 
-def fault(where: Any, problem: str) -> yaml.MarkedYAMLError:
+def yaml_error(node: Any, problem: str) -> yaml.MarkedYAMLError:
     """Returns the error for a node or an event."""
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

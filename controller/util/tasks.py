@@ -5,7 +5,7 @@
                       checks and metrics read its `states`
     BackgroundTasks   runs short work in the background
 
-`keep_thread` keeps a thread running.
+`supervise_thread` keeps a thread running.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class TaskState:
 
 
 class Supervisor:
-    """Keeps tasks running until `end`.  Call all methods on the event loop's thread."""
+    """Keeps tasks running until `cancel_tasks`.  Call all methods on the event loop's thread."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -73,7 +73,7 @@ class Supervisor:
         return {name: state.fault for name, state in self._states.items() if state.fault}
 
     def run(self, name: str, work: Work) -> None:
-        """Starts a task and keeps it running until `end`."""
+        """Starts a task and keeps it running until `cancel_tasks`."""
         assert name not in self._tasks, name
         self._states.setdefault(name, TaskState())
         self._start(name, work, 0.0)
@@ -87,10 +87,10 @@ class Supervisor:
         """Cancels a task; it is restarted, as after any other fault."""
         self._tasks[name].cancel()
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Ends all tasks, and returns when they have ended."""
         ending, self._tasks = self._tasks, {}
-        await end(ending.values())
+        await cancel_tasks(ending.values())
 
     def _start(self, name: str, work: Work, pause: float) -> None:
         task = asyncio.get_running_loop().create_task(self._run_after(name, work, pause))
@@ -101,7 +101,7 @@ class Supervisor:
     async def _run_after(self, name: str, work: Work, pause: float) -> None:
         await asyncio.sleep(pause)
         loop = asyncio.get_running_loop()
-        settling = loop.call_later(SETTLED_SECONDS, self._settle, name)
+        settling = loop.call_later(SETTLED_SECONDS, self._mark_settled, name)
         try:
             await work()
         finally:
@@ -111,29 +111,29 @@ class Supervisor:
         self, name: str, work: Work, pause: float, began: float, task: asyncio.Task[None]
     ) -> None:
         if self._tasks.get(name) is not task:
-            return  # `end` has cancelled it
+            return  # `cancel_tasks` has cancelled it
         if task.cancelled():
-            self._fail(name, TaskEndedError("it was cancelled"))
+            self._record_failure(name, TaskEndedError("it was cancelled"))
         else:
-            self._fail(name, task.exception() or TaskEndedError("it returned"))
+            self._record_failure(name, task.exception() or TaskEndedError("it returned"))
         recovered = time.monotonic() - began >= RECOVERED_SECONDS
         longer = 2 * pause if pause and not recovered else FIRST_PAUSE_SECONDS
         self._start(name, work, min(longer, LONGEST_PAUSE_SECONDS))
 
-    def _settle(self, name: str) -> None:
+    def _mark_settled(self, name: str) -> None:
         state = self._states[name]
         if state.fault:
             state.fault = ""
             _log.info("task_runs_again", task=name)
 
-    def _fail(self, name: str, error: BaseException) -> None:
+    def _record_failure(self, name: str, error: BaseException) -> None:
         state = self._states[name]
         state.failures += 1
         state.fault = str(error) if isinstance(error, TaskEndedError) else type(error).__name__
         _log.error("task_failed", task=name, failures=state.failures, exc_info=error)
 
 
-async def keep_thread(thread: threading.Thread, start: Callable[[], object]) -> None:
+async def supervise_thread(thread: threading.Thread, start: Callable[[], object]) -> None:
     """Watches a thread; when it has ended, restarts it and raises TaskEndedError."""
     while thread.is_alive():  # noqa: ASYNC110  # a thread's end sets no event
         await asyncio.sleep(_LOOK_SECONDS)
@@ -169,7 +169,7 @@ class BackgroundTasks:
         """Waits for the running tasks for the given time, and cancels those that remain."""
         if self._tasks and patience_seconds:
             await asyncio.wait(self._tasks, timeout=patience_seconds)
-        await end(self._tasks)
+        await cancel_tasks(self._tasks)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -177,7 +177,7 @@ class BackgroundTasks:
             _log.error("background_work_failed", work=task.get_name(), exc_info=error)
 
 
-async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel_tasks(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancels tasks and returns when all have ended.
 
     It cancels repeatedly, because a client library may mistake a cancellation for its own timeout.
@@ -189,7 +189,7 @@ async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_SECONDS)
 
 
-async def finish(work: Coroutine[Any, Any, _T]) -> _T:
+async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
     """Returns the result of work that cannot be interrupted, such as that of a thread.
 
     If the caller is cancelled meanwhile, this waits for the work to end, and then raises

@@ -17,22 +17,22 @@ DATE_AND_TIME: Final = "%Y-%m-%d %H:%M:%S"
 TIME: Final = "%H:%M:%S"
 
 
-def printable(words: str) -> str:
+def to_printable(text: str) -> str:
     """Returns one line of text with all unprintable characters replaced."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def printable_lines(text: str) -> str:
+def to_printable_lines(text: str) -> str:
     """Does the same for text of several lines."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(to_printable, text.split("\n")))
 
 
-def escaped_json(text: str) -> str:
+def escape_json(text: str) -> str:
     """Escapes unprintable characters in JSON text, where only strings can contain them."""
     return _CANDIDATES.sub(lambda found: _escape(found[0], "\\u{:04x}\\u{:04x}"), text)
 
 
-def escaped_yaml(text: str) -> str:
+def escape_yaml(text: str) -> str:
     """Escapes unprintable characters in YAML text in which strings with such are quoted."""
     return _CANDIDATES.sub(lambda found: _escape(found[0], ""), text)
 
@@ -79,7 +79,7 @@ class TextTable:
     rows: Sequence[tuple[str, ...]]
 
 
-def numbers(titles: Iterable[str], priorities: Mapping[str, int]) -> list[TextColumn]:
+def number_columns(titles: Iterable[str], priorities: Mapping[str, int]) -> list[TextColumn]:
     """Returns columns of numbers; one without a priority is always shown."""
     return [TextColumn(title, right=True, priority=priorities.get(title, 0)) for title in titles]
 
@@ -87,17 +87,18 @@ def numbers(titles: Iterable[str], priorities: Mapping[str, int]) -> list[TextCo
 def spread_priorities(count: int) -> list[int]:
     """Returns priorities for a series of columns: the shown ones span it, including both ends."""
     return [
-        0 if at in {0, count - 1} else 3 if at % 2 else 2 if at % 4 else 1 for at in range(count)
+        0 if index in {0, count - 1} else 3 if index % 2 else 2 if index % 4 else 1
+        for index in range(count)
     ]
 
 
-def moment_text(seconds: float, form: str = DATE_AND_TIME, *, utc: bool = False) -> str:
+def timestamp_text(seconds: float, form: str = DATE_AND_TIME, *, utc: bool = False) -> str:
     """Formats Unix seconds in this machine's time zone, or in UTC; "-" for an invalid time.
 
     form: for `strftime`.
     """
     try:
-        moment = datetime.fromtimestamp(seconds, UTC)
-        return (moment if utc else moment.astimezone()).strftime(form)
+        timestamp = datetime.fromtimestamp(seconds, UTC)
+        return (timestamp if utc else timestamp.astimezone()).strftime(form)
     except (ValueError, OverflowError, OSError):
         return "-"

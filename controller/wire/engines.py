@@ -19,10 +19,10 @@ from controller.core.engine_spec import (
     Fingerprint,
     LostCapability,
     Mixture,
-    added,
-    require_known,
+    newly_lost,
+    require_introduced,
 )
-from controller.core.errors import InvalidEngineError, InvalidLossError, within
+from controller.core.errors import InvalidEngineError, InvalidLossError, error_field_prefix
 from controller.core.model_shapes import (
     Attention,
     DrafterKind,
@@ -34,16 +34,16 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.util.text import moment_text
+from controller.util.text import timestamp_text
 from controller.wire.field_mapping import message_of, numbers_of, value_of
 from speculation.v1 import engine_pb2
 
 # Characters of a text, or entries of a list.
 _LENGTH_MAX = 4096
 # The largest packet of the shim's link.
-_INTRODUCTION_BYTES = 64 * 1024
+_INTRODUCTION_BYTES_MAX = 64 * 1024
 # Every draft length and every capability may be reported as lost separately.
-_LOSSES_MAX = MAX_ARMS + len(Capability)
+_LOST_CAPABILITIES_MAX = MAX_ARMS + len(Capability)
 _KIND_TO_PROTO = numbers_of(DrafterKind, engine_pb2.DrafterKind, "DRAFTER_KIND_")
 _KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
 _CAPABILITY_TO_PROTO = numbers_of(Capability, engine_pb2.Capability, "CAPABILITY_")
@@ -60,11 +60,11 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
 
     Raises InvalidEngineError if it contradicts itself or is too large.
     """
-    if (size := message.ByteSize()) > _INTRODUCTION_BYTES:
+    if (size := message.ByteSize()) > _INTRODUCTION_BYTES_MAX:
         raise InvalidEngineError(
-            f"the introduction has {size} bytes: at most {_INTRODUCTION_BYTES}"
+            f"the introduction has {size} bytes: at most {_INTRODUCTION_BYTES_MAX}"
         )
-    _bound(message)
+    _require_bounded(message)
     fingerprint = message.fingerprint
     spec = value_of(
         EngineSpec,
@@ -81,13 +81,13 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
         lost=(),
     )
-    with within("lost"):
-        lost = all_lost_from_proto(message.lost)
-        require_known(lost, spec)
-    return replace(spec, lost=added(spec, lost)) if lost else spec
+    with error_field_prefix("lost"):
+        lost_capabilities = lost_capabilities_from_proto(message.lost)
+        require_introduced(lost_capabilities, spec)
+    return replace(spec, lost=newly_lost(spec, lost_capabilities)) if lost_capabilities else spec
 
 
-def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
+def remove_unknown_drafters(message: engine_pb2.EngineSpec) -> frozenset[str]:
     """Removes drafters of kinds that this version does not know, and mixtures that use them.
 
     Also removes their lost capabilities.  If one of them is the learner, the engine is treated as
@@ -95,23 +95,36 @@ def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
     engine's safe draft length belongs to it.  A drafter of unspecified kind stays as well.
     """
     drafters = list(message.drafters)
-    kept = [d for d in drafters if d is drafters[0] or not d.kind or d.kind in _KIND_FROM_PROTO]
-    if len(kept) == len(drafters):
+    kept_drafters = [
+        d for d in drafters if d is drafters[0] or not d.kind or d.kind in _KIND_FROM_PROTO
+    ]
+    if len(kept_drafters) == len(drafters):
         return frozenset()
-    gone = _names(drafters) - _names(kept)
-    kept = [d for d in kept if d is drafters[0] or not {d.mixture.main, d.mixture.free} & gone]
-    gone = _names(drafters) - _names(kept)
-    rest = engine_pb2.EngineSpec(
-        drafters=kept, lost=[loss for loss in message.lost if loss.drafter not in gone]
+    removed_names = _names(drafters) - _names(kept_drafters)
+    kept_drafters = [
+        d
+        for d in kept_drafters
+        if d is drafters[0] or not {d.mixture.main, d.mixture.free} & removed_names
+    ]
+    removed_names = _names(drafters) - _names(kept_drafters)
+    kept_fields = engine_pb2.EngineSpec(
+        drafters=kept_drafters,
+        lost=[
+            lost_capability
+            for lost_capability in message.lost
+            if lost_capability.drafter not in removed_names
+        ],
     )
     message.ClearField("drafters")
     message.ClearField("lost")
-    message.MergeFrom(rest)
-    able = message.capabilities
-    if able.learner in gone:
-        able.learner = ""
-        able.can_update_online = able.can_collect = able.can_take_versions = False
-    return gone
+    message.MergeFrom(kept_fields)
+    capabilities = message.capabilities
+    if capabilities.learner in removed_names:
+        capabilities.learner = ""
+        capabilities.can_update_online = capabilities.can_collect = (
+            capabilities.can_take_versions
+        ) = False
+    return removed_names
 
 
 def _names(drafters: Sequence[engine_pb2.Drafter]) -> frozenset[str]:
@@ -119,7 +132,7 @@ def _names(drafters: Sequence[engine_pb2.Drafter]) -> frozenset[str]:
     return frozenset(drafter.name for drafter in drafters) - {""}
 
 
-def _bound(message: Message) -> None:
+def _require_bounded(message: Message) -> None:
     """Raises InvalidEngineError for a text or a list of an introduction that is too long.
 
     Introductions are kept, shown and compared.
@@ -130,18 +143,18 @@ def _bound(message: Message) -> None:
             raise InvalidEngineError(
                 f"{field.name} has length {length}: at most {_LENGTH_MAX}", field_path=field.name
             )
-        for part in value if length and not isinstance(value, str) else (value,):
-            if isinstance(part, Message):
-                with within(field.name):
-                    _bound(part)
+        for item in value if length and not isinstance(value, str) else (value,):
+            if isinstance(item, Message):
+                with error_field_prefix(field.name):
+                    _require_bounded(item)
 
 
 def _drafters_from_proto(messages: Sequence[engine_pb2.Drafter]) -> tuple[DrafterSpec, ...]:
-    found = []
-    for number, message in enumerate(messages):
-        with within(f"drafters[{number}]"):
-            found.append(_drafter_from_proto(message))
-    return tuple(found)
+    drafters = []
+    for index, message in enumerate(messages):
+        with error_field_prefix(f"drafters[{index}]"):
+            drafters.append(_drafter_from_proto(message))
+    return tuple(drafters)
 
 
 def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
@@ -176,7 +189,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
         drafters=map(_drafter_to_proto, spec.drafters),
         capabilities=message_of(engine_pb2.Capabilities, spec.capabilities),
         shape=None if spec.shape is None else _model_shape_to_proto(spec.shape),
-        lost=map(lost_to_proto, spec.lost),
+        lost=map(lost_capability_to_proto, spec.lost),
     )
 
 
@@ -196,17 +209,17 @@ def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
     )
 
 
-def lost_to_proto(loss: LostCapability) -> engine_pb2.LostCapability:
+def lost_capability_to_proto(lost_capability: LostCapability) -> engine_pb2.LostCapability:
     """Converts a lost capability."""
     return message_of(
         engine_pb2.LostCapability,
-        loss,
-        capability=_CAPABILITY_TO_PROTO[loss.capability],
-        lost_at_unix_seconds=loss.lost_at,
+        lost_capability,
+        capability=_CAPABILITY_TO_PROTO[lost_capability.capability],
+        lost_at_unix_seconds=lost_capability.lost_at,
     )
 
 
-def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None:
+def lost_capability_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None:
     """Returns None for an unknown capability.  Raises InvalidLossError.
 
     The reason is truncated and made printable.  A time in the future (clocks differ) becomes now.
@@ -214,41 +227,46 @@ def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None
     capability = _CAPABILITY_FROM_PROTO.get(message.capability)
     if capability is None:
         return None
-    words = "".join(c if c.isprintable() else " " for c in message.reason[:MAX_REASON_CHARACTERS])
+    reason = "".join(c if c.isprintable() else " " for c in message.reason[:MAX_REASON_CHARACTERS])
     return LostCapability(
         capability,
         message.drafter,
         tuple(sorted(set(message.gammas))),
-        words,
+        reason,
         min(message.lost_at_unix_seconds, time.time()),
     )
 
 
-def all_lost_from_proto(
+def lost_capabilities_from_proto(
     messages: Sequence[engine_pb2.LostCapability],
 ) -> tuple[LostCapability, ...]:
     """Returns the lost capabilities that are known.  Raises InvalidLossError, also for too many."""
-    if len(messages) > _LOSSES_MAX:
+    if len(messages) > _LOST_CAPABILITIES_MAX:
         raise InvalidLossError(
-            f"{len(messages)} lost capabilities are reported: at most {_LOSSES_MAX}"
+            f"{len(messages)} lost capabilities are reported: at most {_LOST_CAPABILITIES_MAX}"
         )
-    found = map(lost_from_proto, messages)
-    return tuple(loss for loss in found if loss is not None)
+    lost_capabilities = map(lost_capability_from_proto, messages)
+    return tuple(
+        lost_capability for lost_capability in lost_capabilities if lost_capability is not None
+    )
 
 
-def lost_text(message: engine_pb2.LostCapability) -> str:
+def lost_capability_text(message: engine_pb2.LostCapability) -> str:
     """Returns one line for people: what was lost, since when, and why."""
-    loss = lost_from_proto(message)
-    if loss is None:
+    lost_capability = lost_capability_from_proto(message)
+    if lost_capability is None:
         return f"a capability that this version does not know: {message.reason}"
-    return f"{loss.what} lost since {moment_text(loss.lost_at)}: {loss.reason}"
+    lost_since = timestamp_text(lost_capability.lost_at)
+    return f"{lost_capability.description} lost since {lost_since}: {lost_capability.reason}"
 
 
 def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
     """Converts a model's shape.  Raises InvalidEngineError for impossible numbers."""
     try:
         attention = tuple((_attention_from_proto(part), part.layers) for part in message.attention)
-        return value_of(ModelShape, message, attention=attention, experts=_experts(message))
+        return value_of(
+            ModelShape, message, attention=attention, experts=_experts_from_proto(message)
+        )
     except InvalidShapeError as error:
         raise InvalidEngineError(f"shape: {error}", field_path="shape") from error
 
@@ -256,7 +274,7 @@ def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
 def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind) -> DrafterShape:
     """Converts a drafter's shape.  Raises InvalidEngineError for impossible numbers."""
     try:
-        return value_of(DrafterShape, message, kind=kind, experts=_experts(message))
+        return value_of(DrafterShape, message, kind=kind, experts=_experts_from_proto(message))
     except InvalidShapeError as error:
         raise InvalidEngineError(f"drafter shape: {error}", field_path="shape") from error
 
@@ -265,11 +283,11 @@ def _attention_from_proto(message: engine_pb2.AttentionShape) -> Attention:
     which = message.WhichOneof("kind")
     if which is None:
         raise InvalidShapeError("the attention of a layer has an unknown kind")
-    found: Attention = value_of(_ATTENTION[which], getattr(message, which))
-    return found
+    attention: Attention = value_of(_ATTENTION[which], getattr(message, which))
+    return attention
 
 
-def _experts(message: engine_pb2.ModelShape | engine_pb2.DrafterShape) -> Experts | None:
+def _experts_from_proto(message: engine_pb2.ModelShape | engine_pb2.DrafterShape) -> Experts | None:
     return value_of(Experts, message.experts) if message.HasField("experts") else None
 
 
@@ -285,9 +303,11 @@ def _drafter_shape_to_proto(shape: DrafterShape) -> engine_pb2.DrafterShape:
 
 def _attention_to_proto(kind: Attention, layers: int) -> engine_pb2.AttentionShape:
     message = engine_pb2.AttentionShape(layers=layers)
-    which = next(name for name, known in _ATTENTION.items() if isinstance(kind, known))
-    part = getattr(message, which)
-    part.CopyFrom(message_of(type(part), kind))
+    which = next(
+        name for name, attention_class in _ATTENTION.items() if isinstance(kind, attention_class)
+    )
+    shape_message = getattr(message, which)
+    shape_message.CopyFrom(message_of(type(shape_message), kind))
     return message
 
 

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceCurve
-from controller.core.acceptance.mixtures import MixtureUse
-from controller.core.acceptance.traffic_state import Resemblance
+from controller.core.acceptance.mixtures import MixtureUsage
+from controller.core.acceptance.traffic_estimator import TrafficCurves
+from controller.core.acceptance.traffic_state import EarlierVisit
 from controller.core.checks.engine_checks import EngineWarning
-from controller.core.engine.decision import BoundState, Decision, bound_in
+from controller.core.engine.decision import BoundState, Decision, row_bound_state
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, LostCapability
 from controller.core.plan import Plan
-from controller.core.planning.constraints import PlanRows
-from controller.core.planning.doubt import relative_variance
+from controller.core.planning.constraints import RowConstraints
 from controller.core.planning.overrides import Limits, Override
 from controller.core.planning.planner import Values
+from controller.core.planning.value_uncertainty import relative_variance
 from controller.core.training.selective_training import TrainingView
-from controller.core.training.stride_planner import RegimeState
-from controller.wire.engines import lost_to_proto
+from controller.core.training.stride_planner import StridePlannerState
+from controller.wire.engines import lost_capability_to_proto
 from controller.wire.field_mapping import message_of
 from controller.wire.overrides import limits_to_proto
 from controller.wire.plans import plan_to_proto
@@ -130,7 +130,7 @@ class Explanation:
     limits: Limits | None = None
     overrides: tuple[Override, ...] = ()
     warm_start: str = ""
-    updates: RegimeState | None = None
+    updates: StridePlannerState | None = None
     training: TrainingView | None = None
     table: ValueTable = NO_TABLE
     lost: tuple[LostCapability, ...] = ()
@@ -139,101 +139,105 @@ class Explanation:
     resembles: PastTraffic | None = None
     traffic_states: int = 1
     bound: BoundState | None = None
-    mixtures: Mapping[str, MixtureUse] = field(default_factory=dict)
+    mixtures: Mapping[str, MixtureUsage] = field(default_factory=dict)
     warnings: tuple[EngineWarning, ...] = ()
 
 
 def explain(core: EngineController, batch_size: int = 0) -> Explanation:
     """Explains the last decision at a batch size (0: that of the last report)."""
-    batch_size = batch_size or core.last_batch
-    made, plan = core.decision, core.current_plan()
-    estimates, at = made.estimates, made.at
-    row = at.row_of(batch_size)
-    current = core.arms.index(plan.row_for(batch_size).arm)
-    runner_up, margin = _runner_up(made, core.arms, row, current)
+    batch_size = batch_size or core.last_batch_size
+    decision, plan = core.decision, core.current_plan()
+    estimates, rows = decision.estimates, decision.constraints
+    row = rows.row_of(batch_size)
+    chosen = core.arms.index(plan.row_for(batch_size).arm)
+    runner_up, margin = _runner_up(decision, core.arms, row, chosen)
     return Explanation(
         engine_id=core.spec.engine_id,
         batch_size=batch_size,
         plan=plan,
-        arms=_arms_in(made, core.arms, row, current, core.settings.confidence_z),
-        positions=_positions_of(estimates.traffic),
+        arms=_arm_values(decision, core.arms, row, chosen, core.settings.confidence_z),
+        positions=_position_estimates(estimates.traffic),
         profile_id=estimates.profile_id,
         margin=margin,
         probe_share=core.explorer.probe_share,
-        kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
+        kv_tokens_per_sequence=float(estimates.context_tokens[rows.cost_buckets[row]]),
         runner_up=runner_up,
         policy=core.settings.policy,
-        probes=core.explorer.probes,
+        probes=core.explorer.probe_count,
         probe_lost_seconds=core.explorer.lost_seconds,
         probe_credit_seconds=core.explorer.credit_seconds,
         shifts=core.traffic.shifts,
         switches=core.switches,
-        cost_outliers=core.cost.rejected,
+        cost_outliers=core.cost_model.rejected_steps,
         prior=estimates.prior,
-        limits=at.limits[row],
-        overrides=made.overrides,
+        limits=rows.limits[row],
+        overrides=decision.overrides,
         warm_start=core.warm_start,
-        updates=core.updates.strides if at.regime is None else None,
+        updates=core.updates.stride_state if rows.override_regime is None else None,
         training=core.updates.view,
-        table=_value_table(at, made.values),
+        table=_value_table(rows, decision.values),
         lost=core.spec.lost,
         probe_steps=core.explorer.probe_steps,
         switch_seconds=estimates.switch_seconds,
-        resembles=_past_traffic(estimates.traffic.resembles, core.now),
-        traffic_states=len(core.traffic.states.all),
-        bound=bound_in(made, core.arms, row, current),
-        mixtures=core.mixtures.uses(),
+        resembles=_past_traffic(estimates.traffic.earlier_visit, core.now),
+        traffic_states=len(core.traffic.state_tracker.all_states),
+        bound=row_bound_state(decision, core.arms, row, chosen),
+        mixtures=core.mixture_estimators.usages(),
         warnings=core.checks.warnings(),
     )
 
 
-def _past_traffic(resembles: Resemblance | None, now: float) -> PastTraffic | None:
+def _past_traffic(resembles: EarlierVisit | None, now: float) -> PastTraffic | None:
     """Converts times of the clock into ages.  now: the present time of that clock, in seconds."""
     if resembles is None:
         return None
-    return PastTraffic(now - resembles.began, now - resembles.ended, resembles.visits)
+    return PastTraffic(now - resembles.began_at, now - resembles.ended_at, resembles.visits)
 
 
-def _value_table(at: PlanRows, values: Values) -> ValueTable:
-    """Makes the table of all rows.  at: the rows that the values were computed for."""
+def _value_table(rows: RowConstraints, values: Values) -> ValueTable:
+    """Makes the table of all rows.  rows: the rows that the values were computed for."""
     costs = values.costs
-    feasible = np.ones(costs.seconds.shape, dtype=bool) if at.feasible is None else at.feasible
+    feasible = np.ones(costs.seconds.shape, dtype=bool) if rows.feasible is None else rows.feasible
     return ValueTable(
-        tuple(at.upper),
-        _rows(costs.seconds),
-        _rows(values.value),
-        _rows(costs.extrapolated),
-        _rows(feasible),
+        tuple(rows.upper_batch_sizes),
+        _nested_tuples(costs.seconds),
+        _nested_tuples(values.tokens_per_second),
+        _nested_tuples(costs.extrapolated),
+        _nested_tuples(feasible),
     )
 
 
-def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+def _nested_tuples(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, matrix.tolist()))
 
 
-def _arms_in(
-    made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
+def _arm_values(
+    decision: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
 ) -> tuple[ArmValue, ...]:
     """Returns the estimates for every arm in one row of a decision.
 
     chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
-    values, feasible, bucket = made.values, made.at.feasible, int(made.at.bucket[row])
-    variance = relative_variance(values, made.estimates.uncertainty, arms, bucket, chosen)
-    hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
-    drift = made.estimates.drift[:, bucket]
-    tpot = values.tpot[:, row]
+    values, feasible, bucket = (
+        decision.values,
+        decision.constraints.feasible,
+        int(decision.constraints.cost_buckets[row]),
+    )
+    variance = relative_variance(values, decision.estimates.uncertainty, arms, bucket, chosen)
+    optimistic = values.tokens_per_second[:, row] * (1 + confidence_z * np.sqrt(variance))
+    drift = decision.estimates.drift[:, bucket]
+    tpot = values.tpot_seconds[:, row]
     return tuple(
         ArmValue(
             arm,
-            float(values.expected[i, row]),
+            float(values.expected_accepted[i, row]),
             float(values.costs.seconds[i, row]),
-            float(values.value[i, row]),
-            float(hoped[i]),
+            float(values.tokens_per_second[i, row]),
+            float(optimistic[i]),
             i == chosen,
             bool(values.costs.extrapolated[i, row]),
             float(drift[i]),
-            float(values.catch_up[i, row]),
+            float(values.catch_up_seconds[i, row]),
             feasible is None or bool(feasible[i, row]),
             float(tpot[i]),
         )
@@ -251,8 +255,10 @@ def _runner_up(
     If there is only one choice, returns None and 0.0.  chosen: index of the planned arm, which
     ranks before other arms of equal value.
     """
-    rows, values = decision.at, decision.values.value[:, row]
-    may_run: NDArray[np.bool_] = rows.keeping(arms, decision.values.tpot)[:, row].copy()
+    rows, values = decision.constraints, decision.values.tokens_per_second[:, row]
+    may_run: NDArray[np.bool_] = rows.arms_within_bounds(arms, decision.values.tpot_seconds)[
+        :, row
+    ].copy()
     if not may_run.any():
         may_run[:] = True if rows.feasible is None else rows.feasible[:, row]
     may_run[chosen] = True
@@ -266,21 +272,21 @@ def _runner_up(
     return arms[second], float(values[best] / values[second] - 1)
 
 
-def _positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
+def _position_estimates(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
     """Returns the estimates of every drafter, over all traffic and for each request class."""
-    found: list[PositionEstimate] = []
-    for label, curves in {"": traffic.drafters, **traffic.classes}.items():
+    estimates: list[PositionEstimate] = []
+    for label, curves in {"": traffic.all_traffic, **traffic.by_class}.items():
         for name, curve in curves.items():
-            found += _estimates(name, curve, label)
-    return tuple(found)
+            estimates += _drafter_estimates(name, curve, label)
+    return tuple(estimates)
 
 
-def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
+def _drafter_estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
     deviations = np.sqrt(curve.variance()).tolist()
-    known = zip(curve.conditional, curve.exposures, deviations, strict=True)
+    columns = zip(curve.conditional, curve.exposures, deviations, strict=True)
     return [
         PositionEstimate(drafter, k, mean, exposures, label, deviation)
-        for k, (mean, exposures, deviation) in enumerate(known, start=1)
+        for k, (mean, exposures, deviation) in enumerate(columns, start=1)
     ]
 
 
@@ -298,7 +304,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 drafter=value.arm.drafter,
                 gamma=value.arm.gamma,
                 forbidden=not value.feasible,
-                lost=any(loss.covers(value.arm) for loss in explanation.lost),
+                lost=any(lost_capability.covers(value.arm) for lost_capability in explanation.lost),
             )
             for value in explanation.arms
         ],
@@ -311,7 +317,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
         training=_training_to_proto(explanation.training) if explanation.training else None,
-        lost=map(lost_to_proto, explanation.lost),
+        lost=map(lost_capability_to_proto, explanation.lost),
         resembles=(
             message_of(service_pb2.PastTraffic, explanation.resembles)
             if explanation.resembles
@@ -340,7 +346,7 @@ def _bound_to_proto(state: BoundState) -> service_pb2.TokenTimeBound:
     )
 
 
-def _updates_to_proto(state: RegimeState) -> service_pb2.UpdatesExplanation:
+def _updates_to_proto(state: StridePlannerState) -> service_pb2.UpdatesExplanation:
     return message_of(
         service_pb2.UpdatesExplanation,
         state,
@@ -361,10 +367,10 @@ def _training_to_proto(view: TrainingView) -> service_pb2.TrainingExplanation:
         alpha_short=state.short,
         alpha_long=state.long,
         stored_signals=view.stored,
-        signals_needed=view.threshold,
+        signals_needed=view.signals_needed,
         rounds=state.round,
         draft_version=state.version,
-        served_version=view.served,
+        served_version=view.served_version,
         parent_version=state.parent,
         on_trial=state.trial is not None,
         learnt=view.learnt,

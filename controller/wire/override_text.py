@@ -27,8 +27,8 @@ def rule_text(override: "policy_pb2.Override") -> str:
         "regime": f"regime {regime_text(rule.regime)}",
     }
     parts = ["no speculation"] * rule.off
-    given = {field.name for field, _ in rule.ListFields()}
-    parts += [text for name, text in demands.items() if name in given]
+    set_fields = {field.name for field, _ in rule.ListFields()}
+    parts += [text for name, text in demands.items() if name in set_fields]
     parts += [f"not drafter {name}" for name in rule.deny_drafters]
     parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
     return ", ".join(parts)
@@ -37,56 +37,56 @@ def rule_text(override: "policy_pb2.Override") -> str:
 def scope_text(override: "policy_pb2.Override") -> str:
     """Describes the engines and batch sizes that an override applies to."""
     which = override.scope.WhichOneof("kind")
-    whom = {
+    scope_name = {
         "engine_id": f"engine {override.scope.engine_id}",
         "target_model": f"model {override.scope.target_model}",
     }.get(which or "", "fleet")
     low, high = override.min_batch_size, override.max_batch_size
     if low <= 1 and not high:
-        return whom
-    return f"{whom} at B {low or 1}-{high or ''}"
+        return scope_name
+    return f"{scope_name} at B {low or 1}-{high or ''}"
 
 
-def held_text(held: "policy_pb2.HeldOverride") -> str:
+def held_override_text(held_override: "policy_pb2.HeldOverride") -> str:
     """Describes an override in force: its scope, its rule, who set it, and why."""
-    override = held.override
+    override = held_override.override
     demand = f"{scope_text(override)}: {rule_text(override)}"
-    return f"{demand}; {author_text(held)}: {override.reason}"
+    return f"{demand}; {author_text(held_override)}: {override.reason}"
 
 
-def author_text(held: "policy_pb2.HeldOverride") -> str:
+def author_text(held_override: "policy_pb2.HeldOverride") -> str:
     """Names the author of an override, or the file that a policy entry comes from."""
-    return f"{held.override.author} {held.origin}".rstrip()
+    return f"{held_override.override.author} {held_override.origin}".rstrip()
 
 
-def batch_range(text: str) -> tuple[int, int]:
+def parse_batch_range(text: str) -> tuple[int, int]:
     """Parses a range of batch sizes: 8, 8-32, 64- or -4.
 
     Returns the smallest and the largest size; 0 = no upper limit.  Raises ValueError.
     """
-    found = re.fullmatch(r"(\d{0,20})(-?)(\d{0,20})", text, re.ASCII)
-    if not found or not (found[1] or found[3]):
+    match = re.fullmatch(r"(\d{0,20})(-?)(\d{0,20})", text, re.ASCII)
+    if not match or not (match[1] or match[3]):
         raise ValueError("a batch size or a range is needed: 8, 8-32, 64- or -4")
-    low = int(found[1] or "1")
-    return low, (int(found[3] or "0") if found[2] else low)
+    low = int(match[1] or "1")
+    return low, (int(match[3] or "0") if match[2] else low)
 
 
 def regime_text(regime: "plan_pb2.Regime") -> str:
     """Writes a regime as on the command line: off, collect, online:STRIDE."""
-    name = word_of(regime, "mode", "REGIME_MODE_")
+    name = enum_name(regime, "mode", "REGIME_MODE_")
     return f"{name}:{regime.stride}" if regime.stride else name
 
 
 def reason_text(plan: "plan_pb2.Plan | plan_pb2.PlanRow") -> str:
     """Names the reason of a plan, or of one of its rows, as logs do."""
-    return word_of(plan, "reason", "REASON_")
+    return enum_name(plan, "reason", "REASON_")
 
 
-def word_of(message: "Message", field: str, prefix: str) -> str:
+def enum_name(message: "Message", field: str, prefix: str) -> str:
     """Names an enumeration's value without its prefix; an unknown value is its number."""
     number = getattr(message, field)
     kind = message.DESCRIPTOR.fields_by_name[field].enum_type
-    known = None if kind is None else kind.values_by_number.get(number)
-    if known is None:
+    enum_value = None if kind is None else kind.values_by_number.get(number)
+    if enum_value is None:
         return str(number)
-    return str(known.name).removeprefix(prefix).lower().replace("_", "-")
+    return str(enum_value.name).removeprefix(prefix).lower().replace("_", "-")

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from google.protobuf import json_format
 
-from controller.core.errors import within
+from controller.core.errors import error_field_prefix
 from controller.core.planning.overrides import (
     InvalidOverrideError,
     Limits,
@@ -18,7 +18,7 @@ from controller.core.planning.overrides import (
     ScopeKind,
 )
 from controller.wire.field_mapping import message_of, value_of
-from controller.wire.override_effects import Effect, PreviewRow
+from controller.wire.override_effects import OverrideEffect, PreviewRow
 from controller.wire.plans import regime_from_proto, regime_to_proto
 from speculation.v1 import policy_pb2, service_pb2
 
@@ -28,7 +28,7 @@ Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"
 def override_from_proto(message: policy_pb2.Override) -> Override:
     """Converts an override.  Raises InvalidOverrideError."""
     scope = _scope_from_proto(message.scope)
-    with within("rule"):
+    with error_field_prefix("rule"):
         rule = _rule_from_proto(message.rule)
     return value_of(Override, message, scope=scope, rule=rule)
 
@@ -68,20 +68,20 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
     else:
         scope.fleet = True
     regime = None if rule.regime is None else regime_to_proto(rule.regime)
-    made = message_of(policy_pb2.OverrideRule, rule, regime=regime)
-    return message_of(policy_pb2.Override, override, scope=scope, rule=made)
+    rule_message = message_of(policy_pb2.OverrideRule, rule, regime=regime)
+    return message_of(policy_pb2.Override, override, scope=scope, rule=rule_message)
 
 
-def to_body(override: Override) -> str:
+def override_to_json(override: Override) -> str:
     """Writes an override as JSON; equal overrides give equal texts.
 
     The text has no revision, which the store adds.
     """
-    found = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
-    return json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    document = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def from_body(body: str) -> Override:
+def override_from_json(body: str) -> Override:
     """Reads an override from JSON.
 
     The store holds operators' overrides only, so the result is never file-based policy.  Raises
@@ -95,7 +95,7 @@ def from_body(body: str) -> Override:
         raise InvalidOverrideError(f"the stored override cannot be read: {error}") from error
 
 
-def lifetime_of(
+def requested_lifetime_seconds(
     request: policy_pb2.SetOverrideRequest, default_seconds: float, max_seconds: float
 ) -> float | None:
     """Returns the requested lifetime in seconds, None if it is permanent.
@@ -122,53 +122,56 @@ def lifetime_of(
 
 
 def effect_to_proto(
-    engine_id: str, rows: Iterable[PreviewRow], found: Effect, timing: Timing
+    engine_id: str, rows: Iterable[PreviewRow], override_effect: OverrideEffect, timing: Timing
 ) -> policy_pb2.OverrideEffect:
     """Converts an effect; adjacent rows with the same change become one."""
     effect = policy_pb2.OverrideEffect(
         engine_id=engine_id,
-        constrains=found.constrains,
-        shadowed_by=found.shadowed_by,
-        unable=found.unable,
+        constrains=override_effect.constrains,
+        shadowed_by=override_effect.shadowed_by,
+        unable=override_effect.unable,
         timing=timing,
     )
-    if found.regime_before != found.regime_after:
-        if found.regime_before is not None:
-            effect.regime_before.CopyFrom(regime_to_proto(found.regime_before))
-        if found.regime_after is not None:
-            effect.regime_after.CopyFrom(regime_to_proto(found.regime_after))
+    if override_effect.regime_before != override_effect.regime_after:
+        if override_effect.regime_before is not None:
+            effect.regime_before.CopyFrom(regime_to_proto(override_effect.regime_before))
+        if override_effect.regime_after is not None:
+            effect.regime_after.CopyFrom(regime_to_proto(override_effect.regime_after))
         effect.regime_changes = True
     low = 1
     for row in rows:
-        here = policy_pb2.BatchRange(min_batch_size=low, max_batch_size=row.max_batch_size)
+        batch_range = policy_pb2.BatchRange(min_batch_size=low, max_batch_size=row.max_batch_size)
         if row.before != row.after:
-            _add_change(effect, here, row)
-        for holds, ranges in ((row.stuck, effect.stuck), (row.above_bound, effect.above_bound)):
-            if holds and ranges and ranges[-1].max_batch_size == low - 1:
+            _add_change(effect, batch_range, row)
+        for applies, ranges in ((row.stuck, effect.stuck), (row.above_bound, effect.above_bound)):
+            if applies and ranges and ranges[-1].max_batch_size == low - 1:
                 ranges[-1].max_batch_size = row.max_batch_size
-            elif holds:
-                ranges.append(here)
+            elif applies:
+                ranges.append(batch_range)
         low = row.max_batch_size + 1
     return effect
 
 
 def _add_change(
-    effect: policy_pb2.OverrideEffect, here: policy_pb2.BatchRange, row: PreviewRow
+    effect: policy_pb2.OverrideEffect, batch_range: policy_pb2.BatchRange, row: PreviewRow
 ) -> None:
     change = policy_pb2.RowChange(
-        batch_sizes=here,
+        batch_sizes=batch_range,
         drafter_before=row.before.drafter,
         gamma_before=row.before.gamma,
         drafter_after=row.after.drafter,
         gamma_after=row.after.gamma,
     )
     if effect.changes:
-        last = effect.changes[-1]
-        again = policy_pb2.RowChange()
-        again.CopyFrom(change)
-        again.batch_sizes.CopyFrom(last.batch_sizes)
-        if again == last and last.batch_sizes.max_batch_size == here.min_batch_size - 1:
-            last.batch_sizes.max_batch_size = here.max_batch_size
+        last_change = effect.changes[-1]
+        same_change = policy_pb2.RowChange()
+        same_change.CopyFrom(change)
+        same_change.batch_sizes.CopyFrom(last_change.batch_sizes)
+        if (
+            same_change == last_change
+            and last_change.batch_sizes.max_batch_size == batch_range.min_batch_size - 1
+        ):
+            last_change.batch_sizes.max_batch_size = batch_range.max_batch_size
             return
     effect.changes.append(change)
 
@@ -179,5 +182,5 @@ def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
         service_pb2.OverrideLimits,
         limits,
         denied_drafters=sorted(limits.denied_drafters),
-        exploration_denied=not limits.explore,
+        exploration_denied=not limits.can_explore,
     )

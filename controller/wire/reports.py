@@ -23,13 +23,14 @@ _ERROR_CHARACTERS = 500
 
 def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     """Converts a report.  Raises InvalidReportError for impossible numbers."""
-    _bound_report(message)
+    _require_bounded(message)
     flags = NO_FLAGS
     if message.HasField("flags"):
-        said = message.flags
+        message_flags = message.flags
         flags = StepFlags(
-            said.after_gap, said.eager_fallback, said.first_use, said.unsteered, said.switched,
-            said.updating, said.drafter_reset, said.mixed_choice,
+            message_flags.after_gap, message_flags.eager_fallback, message_flags.first_use,
+            message_flags.unsteered, message_flags.switched,
+            message_flags.updating, message_flags.drafter_reset, message_flags.mixed_choice,
         )  # fmt: skip
     return StepReport(
         message.step,
@@ -69,7 +70,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     )
 
 
-def _bound_report(message: engine_pb2.StepReport) -> None:
+def _require_bounded(message: engine_pb2.StepReport) -> None:
     """Raises InvalidReportError for lists that are too long, before any of them is copied."""
     counts, classes = len(message.accepted_counts), message.classes
     if counts > MAX_GAMMA + 1 or len(message.confidences) > MAX_GAMMA:
@@ -120,6 +121,6 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
     )
 
 
-def result_from_proto(message: training_pb2.TrainingRound) -> TrainingResult:
+def training_result_from_proto(message: training_pb2.TrainingRound) -> TrainingResult:
     """Converts the result of a training round.  Raises InvalidTrainingError."""
     return value_of(TrainingResult, message, error=message.error[:_ERROR_CHARACTERS])

@@ -27,21 +27,21 @@ def processor_name() -> str:
     return "cpu"
 
 
-def revision_of(model: str, revision: str | None) -> str:
+def hub_revision(model: str, revision: str | None) -> str:
     """Returns the revision of a model on a hub; "" for a local folder, which has none."""
     return "" if Path(model).is_dir() else revision or ""
 
 
-def at_exit(close: Callable[[], None]) -> None:
+def register_exit_handler(close: Callable[[], None]) -> None:
     """Calls `close` when the interpreter of this process ends, but not of a forked child.
 
     A forked child inherits the registered functions, and would end the agent or the trainer of the
     engine.
     """
-    engine = os.getpid()
+    engine_pid = os.getpid()
 
-    def close_own() -> None:
-        if os.getpid() == engine:
+    def close_in_engine_process() -> None:
+        if os.getpid() == engine_pid:
             close()
 
-    atexit.register(close_own)
+    atexit.register(close_in_engine_process)

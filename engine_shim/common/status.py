@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Any
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.losses import lost
+from engine_shim.link.lost_capabilities import make_lost_capability
 from engine_shim.link.plan_follower import Source
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
@@ -28,16 +28,16 @@ def link_status(link: EngineLink | None) -> dict[str, Any]:
     An enum becomes its name, an infinite or NaN number None; other values are unchanged.
     """
     fields = {} if link is None else asdict(link.status())
-    return {name: _plain(value) for name, value in fields.items()}
+    return {name: _json_value(value) for name, value in fields.items()}
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def log_source(old: Source, new: Source) -> None:
+def log_source_change(old: Source, new: Source) -> None:
     """Logs that the source of choices has changed."""
     if new is Source.PLAN:
         _log.info("the sidecar steers (before: %s)", old.value)
@@ -45,7 +45,7 @@ def log_source(old: Source, new: Source) -> None:
         _log.warning("the sidecar does not steer: %s (before: %s)", new.value, old.value)
 
 
-class Losses:
+class LostCapabilityReporter:
     """Keeps and reports an engine's lost capabilities, on the scheduler's thread only.
 
     link: reports them; None on ranks without a link, and before the introduction, which has its own
@@ -53,9 +53,12 @@ class Losses:
     """
 
     def __init__(
-        self, link: EngineLink | None = None, known: Iterable[LostCapability] = ()
+        self, link: EngineLink | None = None, introduced: Iterable[LostCapability] = ()
     ) -> None:
-        self._lost = {(loss.capability, loss.drafter): loss for loss in known}
+        self._lost = {
+            (lost_capability.capability, lost_capability.drafter): lost_capability
+            for lost_capability in introduced
+        }
         self._link = link
 
     @property
@@ -63,24 +66,28 @@ class Losses:
         """Returns the lost capabilities in the order in which they were lost."""
         return list(self._lost.values())
 
-    def lose(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:
+    def mark_lost(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:
         """Marks a capability as lost until the engine restarts; repeated calls have no effect."""
         if (capability, drafter) in self._lost:
             return
-        loss = self._lost[capability, drafter] = lost(capability, reason, drafter)
-        what = drafter or Capability.Name(capability).removeprefix("CAPABILITY_").lower()
-        _log.error("this engine has lost %s and tells the sidecar so: %s", what, loss.reason)
+        lost_capability = self._lost[capability, drafter] = make_lost_capability(
+            capability, reason, drafter
+        )
+        subject = drafter or Capability.Name(capability).removeprefix("CAPABILITY_").lower()
+        _log.error(
+            "this engine has lost %s and tells the sidecar so: %s", subject, lost_capability.reason
+        )
         if self._link is not None:
-            self._link.lose(loss)
+            self._link.report_lost_capability(lost_capability)
 
     def status(self) -> list[dict[str, object]]:
         """Returns every lost capability in plain values."""
         return [
             {
-                "capability": Capability.Name(loss.capability),
-                "drafter": loss.drafter,
-                "reason": loss.reason,
-                "lost_at_unix_seconds": loss.lost_at_unix_seconds,
+                "capability": Capability.Name(lost_capability.capability),
+                "drafter": lost_capability.drafter,
+                "reason": lost_capability.reason,
+                "lost_at_unix_seconds": lost_capability.lost_at_unix_seconds,
             }
-            for loss in self._lost.values()
+            for lost_capability in self._lost.values()
         ]

@@ -19,21 +19,23 @@ class WaitingPrompts:
     has had its first pass.  A long queue is not counted in every step, to save the engine's time.
     """
 
-    def __init__(self, queue: Callable[[], Collection[Any]], tokens: Callable[[Any], int]) -> None:
-        self._queue = queue
-        self._tokens = tokens
-        self._length = self._count = 0
-        self._steps = _STEPS_PER_COUNT
+    def __init__(
+        self, waiting_requests: Callable[[], Collection[Any]], prompt_tokens: Callable[[Any], int]
+    ) -> None:
+        self._waiting_requests = waiting_requests
+        self._prompt_tokens = prompt_tokens
+        self._last_queue_length = self._last_count = 0
+        self._steps_since_count = _STEPS_PER_COUNT
 
     def count(self) -> int:
         """Returns the number of waiting prompt tokens; call it at the end of each step."""
-        queue = self._queue()
-        length = len(queue)
-        self._steps += 1
-        pause = _STEPS_PER_COUNT
-        if length != self._length:
-            pause = min(pause, length // _REQUESTS_PER_STEP)
-        if self._steps >= pause:
-            self._length, self._steps = length, 0
-            self._count = sum(map(self._tokens, queue))
-        return self._count
+        queue = self._waiting_requests()
+        queue_length = len(queue)
+        self._steps_since_count += 1
+        steps_between_counts = _STEPS_PER_COUNT
+        if queue_length != self._last_queue_length:
+            steps_between_counts = min(steps_between_counts, queue_length // _REQUESTS_PER_STEP)
+        if self._steps_since_count >= steps_between_counts:
+            self._last_queue_length, self._steps_since_count = queue_length, 0
+            self._last_count = sum(map(self._prompt_tokens, queue))
+        return self._last_count

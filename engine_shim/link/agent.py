@@ -24,7 +24,7 @@ from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import PacketError
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
-from engine_shim.link.sidecar_client import SidecarClient, introduced
+from engine_shim.link.sidecar_client import SidecarClient, await_introduction
 
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_BAD_INTRODUCTION: Final = 3
@@ -33,10 +33,10 @@ EXIT_BAD_INTRODUCTION: Final = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until the engine ends; then returns exit code 0."""
     options = _parse(arguments)
-    _die_with(options.parent)
+    _exit_with_parent(options.parent)
     # Ctrl-C in a terminal reaches the whole process group; the engine decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _give_way(options.nice)
+    _lower_priority(options.nice)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _serve(options: argparse.Namespace) -> int:
     log = RateLimitedLog()
     buffer = ReportBuffer(options.report_buffer)
-    peer = socket.socket(fileno=options.fd)
+    engine_socket = socket.socket(fileno=options.fd)
     with contextlib.closing(
-        AgentSocket(peer, buffer, log, options.report_interval_ms * 1e-3)
-    ) as port:
+        AgentSocket(engine_socket, buffer, log, options.report_interval_ms * 1e-3)
+    ) as agent_socket:
         try:
-            introduction = await introduced(port)
+            introduction = await await_introduction(agent_socket)
         except PacketError as error:
             log.warning("bad-introduction", error=str(error))
             return EXIT_BAD_INTRODUCTION
@@ -70,22 +70,22 @@ async def _serve(options: argparse.Namespace) -> int:
             credentials,
             introduction.engine,
             options.lease_max_seconds,
-            port,
+            agent_socket,
             buffer,
             log,
             introduction.engine_secret,
         )
-        steering = asyncio.create_task(client.run())
-        gone = asyncio.create_task(port.gone.wait())
-        await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if steering.done():
-            steering.result()  # `run` never returns normally: this raises its error
-        steering.cancel()
-        await asyncio.wait({steering})
+        client_task = asyncio.create_task(client.run())
+        engine_gone_task = asyncio.create_task(agent_socket.engine_gone.wait())
+        await asyncio.wait({client_task, engine_gone_task}, return_when=asyncio.FIRST_COMPLETED)
+        if client_task.done():
+            client_task.result()  # `run` never returns normally: this raises its error
+        client_task.cancel()
+        await asyncio.wait({client_task})
         return 0
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Kills this process when its engine dies, even if forked children keep the socket open."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -93,7 +93,7 @@ def _die_with(parent: int) -> None:
         sys.exit(0)
 
 
-def _give_way(nice: int) -> None:
+def _lower_priority(nice: int) -> None:
     """Lowers this process's priority, so that waking it does not preempt the engine's threads.
 
     Under the ordinary policy and niceness, the scheduler of a busy machine runs the woken agent in

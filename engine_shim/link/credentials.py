@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from engine_shim.link.errors import LinkSettingsError
-from engine_shim.link.sidecar_address import is_on_this_machine
+from engine_shim.link.sidecar_address import is_local_address
 
 _CHANNEL_OPTIONS: Final = (
     # The client waits between attempts itself; gRPC's own backoff would reach two minutes.
@@ -39,7 +39,7 @@ class EngineCredentials:
         leave this machine unencrypted.
         """
         if not self.ca:
-            if self.token_file and not is_on_this_machine(target):
+            if self.token_file and not is_local_address(target):
                 raise LinkSettingsError(
                     f"the token would be sent unencrypted to {target}: name the authority of the "
                     "sidecar's certificate (--ca, or SPECULATION_CA)"
@@ -60,8 +60,8 @@ class EngineCredentials:
             return ()
         token = content.decode("ascii", "replace").strip()
         if not (token.isascii() and token.isprintable()):
-            wrong = "the token is not one line of printable ASCII"
-            raise OSError(errno.EINVAL, wrong, self.token_file)
+            message = "the token is not one line of printable ASCII"
+            raise OSError(errno.EINVAL, message, self.token_file)
         return (("authorization", f"Bearer {token}"),)
 
 

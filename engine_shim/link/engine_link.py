@@ -33,9 +33,9 @@ from engine_shim.link.messages import (
     ArrivedPlan,
     SidecarState,
     read_packet,
-    slow_protobuf,
+    slow_protobuf_reason,
 )
-from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, make_safe_default
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
@@ -44,12 +44,12 @@ from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # More than the kernel's buffer holds; it bounds the loop if an agent sends without pause.
-_MOST_PACKETS_AT_ONCE: Final = 1024
-_PEER_GONE: Final = frozenset(
+_MAX_PACKETS_PER_READ: Final = 1024
+_DISCONNECT_ERRNOS: Final = frozenset(
     {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN}
 )
 # Errors of protobuf for numbers that do not fit a field, and of messages that are too large.
-_UNENCODABLE: Final = (TypeError, ValueError, OverflowError, EncodeError, PacketError)
+_ENCODING_ERRORS: Final = (TypeError, ValueError, OverflowError, EncodeError, PacketError)
 
 _log = logging.getLogger(__name__)
 
@@ -83,13 +83,13 @@ class LinkStatus:
 class EngineLink:
     """Connects an engine to its agent: `choose` before each decode step, `report` after it.
 
-    Both must be called from the same thread.  steering: makes the choices; kept here for the
+    Both must be called from the same thread.  plan_follower: makes the choices; kept here for the
     status.
     """
 
-    def __init__(self, supervisor: AgentSupervisor, steering: PlanFollower) -> None:
+    def __init__(self, supervisor: AgentSupervisor, plan_follower: PlanFollower) -> None:
         self._supervisor = supervisor
-        self.steering = steering
+        self.plan_follower = plan_follower
         self._socket: socket.socket | None = None
         self._arrivals = select.poll()
         self._closed = False
@@ -97,18 +97,20 @@ class EngineLink:
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0
-        self._sent = self._dropped = self._invalid = self._refused = 0
+        self._sent_reports = self._dropped_reports = self._invalid_reports = (
+            self._refused_packets
+        ) = 0
         self._sidecar = SidecarState.UNKNOWN
         self._sidecar_detail = ""
         # Packets of all lost capabilities, and those not yet sent to the current agent.
-        self._lost: list[bytes] = []
-        self._untold: deque[bytes] = deque()
+        self._lost_packets: list[bytes] = []
+        self._unsent_lost_packets: deque[bytes] = deque()
         _links.add(self)
 
     @classmethod
     def start(
         cls,
-        hello: EngineSpec,
+        engine_spec: EngineSpec,
         settings: LinkSettings,
         startup_gamma: int | None = None,
         secret: str = "",
@@ -120,15 +122,17 @@ class EngineLink:
         engine to the sidecar after a restart; "" for a new one.  Raises LinkStartError if the
         introduction or the settings are invalid, or if no agent can be started.
         """
-        if slow := slow_protobuf():
-            raise LinkStartError(slow)
+        if slow_reason := slow_protobuf_reason():
+            raise LinkStartError(slow_reason)
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
-        steering = steering_of(hello, settings, startup_gamma)
-        said = EngineSpec(safe_gamma=steering.safe.gamma)
-        said.MergeFrom(hello)
+        plan_follower = make_plan_follower(engine_spec, settings, startup_gamma)
+        introduced_spec = EngineSpec(safe_gamma=plan_follower.safe_default.gamma)
+        introduced_spec.MergeFrom(engine_spec)
         # All agents of this engine send the same secret, so each continues under the same id.
-        introduction = IntroduceRequest(engine=said, engine_secret=secret or new_secret())
+        introduction = IntroduceRequest(
+            engine=introduced_spec, engine_secret=secret or new_secret()
+        )
         first_packet = introduction.SerializeToString()
         if len(first_packet) > MAX_PACKET_BYTES:
             raise LinkStartError(
@@ -138,8 +142,8 @@ class EngineLink:
         command = agent_command(settings)
         supervisor = AgentSupervisor(command, first_packet)
         supervisor.start()
-        link = cls(supervisor, steering)
-        link._connected()
+        link = cls(supervisor, plan_follower)
+        link._current_socket()
         return link
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
@@ -154,14 +158,14 @@ class EngineLink:
             packet = REPORT + report.SerializeToString()
             if len(packet) > MAX_REPORT_BYTES:
                 raise PacketError(f"{len(packet)} bytes, limit {MAX_REPORT_BYTES}")
-        except _UNENCODABLE as error:
-            self._invalid += 1
-            if self._invalid == 1:
+        except _ENCODING_ERRORS as error:
+            self._invalid_reports += 1
+            if self._invalid_reports == 1:
                 _log.error("step %r cannot be reported: %s", report.step, error)
             return False
-        peer = self._socket or self._connected()
-        if self._untold:
-            peer = self._tell_losses(peer)
+        peer = self._socket or self._current_socket()
+        if self._unsent_lost_packets:
+            peer = self._send_lost_capabilities(peer)
         if peer is not None:
             try:
                 if self._unreported_drops:
@@ -172,33 +176,33 @@ class EngineLink:
             except BlockingIOError:
                 pass
             except OSError as error:
-                self._failed(error)
+                self._handle_socket_error(error)
             else:
-                self._sent += 1
+                self._sent_reports += 1
                 return True
-        self._dropped += 1
+        self._dropped_reports += 1
         self._unreported_drops += 1
         return False
 
-    def lose(self, loss: LostCapability) -> None:
+    def report_lost_capability(self, lost_capability: LostCapability) -> None:
         """Reports a lost capability to the sidecar, again until it has arrived.
 
         Must be called from the thread that reports.  A plan that was made earlier may still ask for
         this capability.
         """
-        packet = REQUEST + SteerRequest(lost=[loss]).SerializeToString()
-        self._lost.append(packet)
-        self._untold.append(packet)
-        self._tell_losses(self._connected())
+        packet = REQUEST + SteerRequest(lost=[lost_capability]).SerializeToString()
+        self._lost_packets.append(packet)
+        self._unsent_lost_packets.append(packet)
+        self._send_lost_capabilities(self._current_socket())
 
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the next decode step over `batch_size` sequences runs; once for each step.
 
-        For an engine of one process.  An engine of several processes uses `receive` and `steering`
-        separately, so that all processes adopt a plan before the same step.
+        For an engine of one process.  An engine of several processes uses `receive` and
+        `plan_follower` separately, so that all processes adopt a plan before the same step.
         """
         self.poll()
-        return self.steering.choose(batch_size, monotonic())
+        return self.plan_follower.choose(batch_size, monotonic())
 
     def poll(self) -> None:
         """Reads the packets of the agent and adopts the newest plan.
@@ -208,61 +212,61 @@ class EngineLink:
         """
         plan = self.receive()
         if plan is not None:
-            self.steering.accept(plan, monotonic())
+            self.plan_follower.accept(plan, monotonic())
 
     def receive(self) -> ArrivedPlan | None:
-        """Reads the packets of the agent; returns the newest plan that `steering` can accept."""
-        peer = self._socket or self._connected()
-        if self._untold:
-            peer = self._tell_losses(peer)
+        """Reads the agent's packets; returns the newest plan that `plan_follower` can accept."""
+        peer = self._socket or self._current_socket()
+        if self._unsent_lost_packets:
+            peer = self._send_lost_capabilities(peer)
         # Polled first each time: a receive without a packet raises, which costs several times more.
         if peer is None or not self._arrivals.poll(0):
             return None
         plans: list[ArrivedPlan] = []
         try:
-            for number in range(_MOST_PACKETS_AT_ONCE):
-                if number and not self._arrivals.poll(0):
+            for packets_read in range(_MAX_PACKETS_PER_READ):
+                if packets_read and not self._arrivals.poll(0):
                     break
                 length = peer.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
                 if length == 0:
                     self._disconnect("the agent closed its end")
                     break
-                self._sort(length, plans)
+                self._handle_packet(length, plans)
         except BlockingIOError:
             pass
         except OSError as error:
-            self._failed(error)
+            self._handle_socket_error(error)
         repeated = None
         while plans:  # prefer the newest usable plan that is not in use already
             arrived = plans.pop()
             try:
-                self.steering.check(arrived)
+                self.plan_follower.check(arrived)
             except UnusablePlanError as error:
-                self._refuse(error)
+                self._count_refused(error)
                 continue
-            if not self.steering.uses(arrived.plan):
+            if not self.plan_follower.is_current_plan(arrived.plan):
                 return arrived
             repeated = repeated or arrived
         return repeated
 
     def status(self) -> LinkStatus:
         """Returns a snapshot; may be called from any thread."""
-        plan = self.steering.plan
+        plan = self.plan_follower.plan
         return LinkStatus(
             agent_connected=self._socket is not None,
             agent_pid=self._supervisor.agent_pid,
             agent_starts=self._supervisor.starts,
             sidecar=self._sidecar,
             sidecar_detail=self._sidecar_detail,
-            source=self.steering.source,
+            source=self.plan_follower.source,
             epoch=0 if plan is None else plan.epoch,
-            lease_seconds_left=self.steering.lease_end - monotonic(),
-            lapses=self.steering.lapses,
-            reports_sent=self._sent,
-            reports_dropped=self._dropped,
-            reports_invalid=self._invalid,
-            plans_taken=self.steering.taken,
-            packets_refused=self._refused,
+            lease_seconds_left=self.plan_follower.lease_end - monotonic(),
+            lapses=self.plan_follower.lapses,
+            reports_sent=self._sent_reports,
+            reports_dropped=self._dropped_reports,
+            reports_invalid=self._invalid_reports,
+            plans_taken=self.plan_follower.plans_accepted,
+            packets_refused=self._refused_packets,
         )
 
     def close(self) -> None:
@@ -272,37 +276,37 @@ class EngineLink:
             self._disconnect("the link was closed")
             self._supervisor.stop()
 
-    def leave_to_parent(self) -> None:
+    def abandon_after_fork(self) -> None:
         """Closes this copy in a forked child; the engine's own link is not affected."""
         self._closed = True
         self._disconnect("the link belongs to the process that forked this one")
-        self._supervisor.leave_to_parent()
-        self.steering.drop_plan()
+        self._supervisor.abandon_after_fork()
+        self.plan_follower.drop_plan()
 
-    def _connected(self) -> socket.socket | None:
+    def _current_socket(self) -> socket.socket | None:
         """Returns the socket in use, or else that of a new agent if one has been started."""
         if self._socket is None and not self._closed:
-            self._socket = self._supervisor.take()
+            self._socket = self._supervisor.take_socket()
             if self._socket is not None:
                 self._arrivals.register(self._socket, select.POLLIN)
-                self._untold = deque(self._lost)
+                self._unsent_lost_packets = deque(self._lost_packets)
         return self._socket
 
-    def _tell_losses(self, peer: socket.socket | None) -> socket.socket | None:
+    def _send_lost_capabilities(self, peer: socket.socket | None) -> socket.socket | None:
         """Sends lost capabilities that the agent has not got; returns the socket still in use."""
         if peer is None:
             return None
         try:
-            while self._untold:
-                peer.send(self._untold[0], _SEND_FLAGS)
-                self._untold.popleft()
+            while self._unsent_lost_packets:
+                peer.send(self._unsent_lost_packets[0], _SEND_FLAGS)
+                self._unsent_lost_packets.popleft()
         except BlockingIOError:
             pass
         except OSError as error:
-            self._failed(error)
+            self._handle_socket_error(error)
         return self._socket
 
-    def _sort(self, length: int, plans: list[ArrivedPlan]) -> None:
+    def _handle_packet(self, length: int, plans: list[ArrivedPlan]) -> None:
         """Handles the packet in the buffer, or adds it to `plans`."""
         try:
             message = read_packet(self._view[:length])
@@ -311,63 +315,63 @@ class EngineLink:
                 return
             self._sidecar = SidecarState(message.state)
         except (PacketError, ValueError) as error:
-            self._refuse(error)
+            self._count_refused(error)
         else:
             self._sidecar_detail = message.text
 
-    def _refuse(self, error: Exception) -> None:
-        self._refused += 1
-        if self._refused == 1:
+    def _count_refused(self, error: Exception) -> None:
+        self._refused_packets += 1
+        if self._refused_packets == 1:
             _log.error("the agent sent an unusable packet (later ones are counted): %s", error)
 
-    def _failed(self, error: OSError) -> None:
-        if error.errno in _PEER_GONE:
+    def _handle_socket_error(self, error: OSError) -> None:
+        if error.errno in _DISCONNECT_ERRNOS:
             self._disconnect(str(error))
 
-    def _disconnect(self, why: str) -> None:
-        gone, self._socket = self._socket, None
-        if gone is not None:
+    def _disconnect(self, reason: str) -> None:
+        old_socket, self._socket = self._socket, None
+        if old_socket is not None:
             self._arrivals = select.poll()
-            gone.close()
-        self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
+            old_socket.close()
+        self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {reason}"
 
 
 # The links of this process.
 _links: WeakSet[EngineLink] = WeakSet()
 
 
-def _leave_links_to_parent() -> None:
+def _abandon_links_after_fork() -> None:
     for link in tuple(_links):
-        link.leave_to_parent()
+        link.abandon_after_fork()
 
 
-os.register_at_fork(after_in_child=_leave_links_to_parent)
+os.register_at_fork(after_in_child=_abandon_links_after_fork)
 
 
-def steering_of(
-    hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None
+def make_plan_follower(
+    engine_spec: EngineSpec, settings: LinkSettings, startup_gamma: int | None
 ) -> PlanFollower:
     """Makes the plan follower of an engine with this introduction.
 
     The arguments and errors are those of `EngineLink.start`.
     """
-    _check_drafters(hello)
+    _check_drafters(engine_spec)
     gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
     if gamma is None:
         raise LinkStartError("no safe draft length: set SPECULATION_SAFE_GAMMA")
-    if gamma not in hello.drafters[0].gammas:
+    if gamma not in engine_spec.drafters[0].gammas:
         raise LinkStartError(
             f"the safe draft length {gamma} is not among those of drafter "
-            f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
+            f"{engine_spec.drafters[0].name!r}: {list(engine_spec.drafters[0].gammas)}"
         )
-    return PlanFollower(hello.drafters, safe_choice(gamma), settings.grace_seconds)
+    return PlanFollower(engine_spec.drafters, make_safe_default(gamma), settings.grace_seconds)
 
 
-def _check_drafters(hello: EngineSpec) -> None:
+def _check_drafters(engine_spec: EngineSpec) -> None:
     """Raises LinkStartError if there is no drafter, or if one has invalid draft lengths."""
-    if not hello.drafters:
+    if not engine_spec.drafters:
         raise LinkStartError("0 drafters are introduced: at least 1 is needed")
-    for drafter in hello.drafters:
+    for drafter in engine_spec.drafters:
         if not drafter.gammas or max(drafter.gammas) > MAX_GAMMA:
             raise LinkStartError(
                 f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} must be a "

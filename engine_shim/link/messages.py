@@ -40,11 +40,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 # The first byte of a packet from the engine, after its introduction.
 REPORT: Final = b"\x01"
 REQUEST: Final = b"\x02"
-_ARRIVAL: Final = struct.Struct("<q")
+_ARRIVAL_STRUCT: Final = struct.Struct("<q")
 # The tag of SteerRequest.reports: a length-delimited field (wire type 2).
-_REPORT_HEAD: Final = SteerRequest.REPORTS_FIELD_NUMBER << 3 | 2
+_REPORT_TAG: Final = SteerRequest.REPORTS_FIELD_NUMBER << 3 | 2
 _DIGEST_BYTES: Final = 8
-_NOT_OF_TABLE: Final = tuple(
+_NON_TABLE_FIELDS: Final = tuple(
     field.name for field in Plan.DESCRIPTOR.fields if field.name not in {"rows", "rules"}
 )
 
@@ -70,7 +70,7 @@ class ArrivedPlan(NamedTuple):
     table_digest: int = 0
 
 
-def slow_protobuf() -> str:
+def slow_protobuf_reason() -> str:
     """Returns why protobuf is too slow for an engine's thread; "" if it is fast enough."""
     if api_implementation.Type() != "python":
         return ""
@@ -80,20 +80,20 @@ def slow_protobuf() -> str:
     )
 
 
-def as_field(report: bytes) -> bytes:
+def encode_report_field(report: bytes) -> bytes:
     """Returns a serialized StepReport as an entry of SteerRequest.reports.
 
     The entries of a message may follow each other, and its other fields, in any order.
     """
-    head, length = bytearray((_REPORT_HEAD,)), len(report)
+    encoded, length = bytearray((_REPORT_TAG,)), len(report)
     while length > 0x7F:
-        head.append(length & 0x7F | 0x80)
+        encoded.append(length & 0x7F | 0x80)
         length >>= 7
-    head.append(length)
-    return bytes(head) + report
+    encoded.append(length)
+    return bytes(encoded) + report
 
 
-def is_report(report: bytes) -> bool:
+def is_readable_report(report: bytes) -> bool:
     """Whether a sidecar can parse a report; an invalid one would invalidate its whole message."""
     try:
         StepReport.FromString(report)
@@ -106,7 +106,7 @@ def table_digest(plan: Plan) -> int:
     """Returns a hash of the plan's rows and rules; never 0."""
     table: Message = Plan()
     table.CopyFrom(plan)
-    for name in _NOT_OF_TABLE:
+    for name in _NON_TABLE_FIELDS:
         table.ClearField(name)
     content = table.SerializeToString(deterministic=True)
     return int.from_bytes(blake2b(content, digest_size=_DIGEST_BYTES).digest(), "little") or 1
@@ -134,24 +134,24 @@ def read_request(packet: bytes) -> SteerRequest:
     return request
 
 
-def plan_packet(arrived: ArrivedPlan) -> bytes:
+def encode_plan(arrived: ArrivedPlan) -> bytes:
     """Encodes a plan.  Raises PacketError if it is too large."""
     message = AgentMessage(plan=arrived.plan, table_digest=arrived.table_digest)
-    packet = _packed(message, arrived.arrival_ns)
+    packet = _encode_packet(message, arrived.arrival_ns)
     if len(packet) > MAX_PACKET_BYTES:
         raise PacketError(f"plan {arrived.plan.epoch}: {len(packet)} bytes")
     return packet
 
 
-def state_packet(state: SidecarState, code: int, text: str) -> bytes:
+def encode_state(state: SidecarState, code: int, text: str) -> bytes:
     """Encodes a state.  `text` is cut to MAX_TEXT_BYTES bytes of UTF-8, at a character."""
     text = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
-    said = LinkState(state=link_pb2.SidecarState.ValueType(state), code=code, text=text)
-    return _packed(AgentMessage(state=said), 0)
+    link_state = LinkState(state=link_pb2.SidecarState.ValueType(state), code=code, text=text)
+    return _encode_packet(AgentMessage(state=link_state), 0)
 
 
-def _packed(message: AgentMessage, arrival_ns: int) -> bytes:
-    return _ARRIVAL.pack(arrival_ns) + message.SerializeToString()
+def _encode_packet(message: AgentMessage, arrival_ns: int) -> bytes:
+    return _ARRIVAL_STRUCT.pack(arrival_ns) + message.SerializeToString()
 
 
 def read_packet(packet: Buffer) -> ArrivedPlan | LinkState:
@@ -159,8 +159,8 @@ def read_packet(packet: Buffer) -> ArrivedPlan | LinkState:
     if len(packet) > MAX_PACKET_BYTES:
         raise PacketError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
     try:
-        (arrival_ns,) = _ARRIVAL.unpack_from(packet)
-        message = AgentMessage.FromString(bytes(packet[_ARRIVAL.size :]))
+        (arrival_ns,) = _ARRIVAL_STRUCT.unpack_from(packet)
+        message = AgentMessage.FromString(bytes(packet[_ARRIVAL_STRUCT.size :]))
     except (struct.error, DecodeError) as error:
         raise PacketError(f"a packet of {len(packet)} bytes is not a message: {error}") from error
     content = message.WhichOneof("content")

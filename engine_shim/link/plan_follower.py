@@ -30,7 +30,7 @@ MAX_ROWS: Final = 512
 MAX_RULES: Final = 255
 # Rules distinguish only a few match lengths.
 MAX_MATCH_LENGTHS: Final = 16
-_REMEMBERED_PROBES: Final = 4096
+_MAX_REMEMBERED_PROBES: Final = 4096
 _NEVER: Final = float("-inf")
 
 
@@ -59,7 +59,7 @@ class StepChoice(NamedTuple):
     session: int
 
 
-def safe_choice(gamma: int) -> StepChoice:
+def make_safe_default(gamma: int) -> StepChoice:
     """Returns the choice of an engine without a valid lease: its first drafter at this gamma."""
     return StepChoice(
         0, gamma, asleep=False, epoch=0, probe_id=0, source=Source.SAFE_DEFAULT, session=0
@@ -79,10 +79,11 @@ class _Probe(NamedTuple):
 class _Table(NamedTuple):
     """The rows and rules of a plan that this engine can run, prepared for `choose`.
 
-    bounds: largest batch size of each row, without the last row, which serves every larger batch.
+    max_batch_sizes: largest batch size of each row, without the last row, which serves every larger
+    batch.
     """
 
-    bounds: list[int]
+    max_batch_sizes: list[int]
     arms: list[_Arm]
     probes: list[_Probe | None]
     rules: tuple[MixtureRule, ...]
@@ -95,21 +96,22 @@ class PlanFollower:
     """Follows the plan in use.  Call `choose` once for every decode step that will run.
 
     `drafters`: the engine's drafters; a choice contains an index into them, and `names` has their
-    names.  `lapses`: how often a lease ran out without a newer plan.  `taken`: number of accepted
-    plans.  `source`: of the last choice.
-    `plan`: the newest accepted plan, however old; `lease_end`: the end of its lease in seconds of
-    the clock passed in, -inf before the first plan.
+    names.  `lapses`: how often a lease ran out without a newer plan.  `plans_accepted`: number of
+    accepted plans.  `source`: of the last choice. `plan`: the newest accepted plan, however old;
+    `lease_end`: the end of its lease in seconds of the clock passed in, -inf before the first plan.
     """
 
-    def __init__(self, drafters: Iterable[Drafter], safe: StepChoice, grace_seconds: float) -> None:
-        known = tuple(drafters)
-        self.names = tuple(drafter.name for drafter in known)
-        self._places = {
-            (drafter.name, gamma): place
-            for place, drafter in enumerate(known)
+    def __init__(
+        self, drafters: Iterable[Drafter], safe_default: StepChoice, grace_seconds: float
+    ) -> None:
+        all_drafters = tuple(drafters)
+        self.names = tuple(drafter.name for drafter in all_drafters)
+        self._drafter_indices = {
+            (drafter.name, gamma): drafter_index
+            for drafter_index, drafter in enumerate(all_drafters)
             for gamma in drafter.gammas
         }
-        self.safe = safe
+        self.safe_default = safe_default
         self._grace_seconds = grace_seconds
         self.plan: Plan | None = None
         self.lease_end = _NEVER
@@ -118,14 +120,14 @@ class PlanFollower:
         self._checked_table = _NO_TABLE
         self._table = _NO_TABLE
         # The cached choice of each row; None for a row whose probe has steps left.
-        self._ready: list[StepChoice | None] = []
-        self._steps_left: dict[int, int] = {}
-        self._lapsed = False
-        self.lapses = self.taken = 0
+        self._row_choices: list[StepChoice | None] = []
+        self._probe_steps_left: dict[int, int] = {}
+        self._has_lapsed = False
+        self.lapses = self.plans_accepted = 0
         self.source = Source.SAFE_DEFAULT
 
     @property
-    def rules(self) -> tuple[MixtureRule, ...]:
+    def mixture_rules(self) -> tuple[MixtureRule, ...]:
         """Returns the mixture rules of the newest accepted plan."""
         return self._table.rules
 
@@ -135,19 +137,26 @@ class PlanFollower:
         Also for a malformed table, and for a choice that the engine has not introduced.
         """
         plan, digest = arrived.plan, arrived.table_digest
-        old = self.plan
-        if old is not None and old.session == plan.session and plan.epoch < old.epoch:
-            raise UnusablePlanError(f"plan {plan.epoch}: older than {old.epoch}")
+        current_plan = self.plan
+        if (
+            current_plan is not None
+            and current_plan.session == plan.session
+            and plan.epoch < current_plan.epoch
+        ):
+            raise UnusablePlanError(f"plan {plan.epoch}: older than {current_plan.epoch}")
         if plan.lease_ms < 1:
             raise UnusablePlanError(f"plan {plan.epoch}: no lease")
         if not digest or digest != self._checked_digest:
-            self._checked_table = self._table_of(plan)
+            self._checked_table = self._parse_table(plan)
             self._checked_digest = digest
 
-    def uses(self, plan: Plan) -> bool:
+    def is_current_plan(self, plan: Plan) -> bool:
         """Whether this plan is the one in use; its lease may have been renewed."""
-        old = self.plan
-        return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
+        current_plan = self.plan
+        return current_plan is not None and (current_plan.session, current_plan.epoch) == (
+            plan.session,
+            plan.epoch,
+        )
 
     def accept(self, arrived: ArrivedPlan, now: float) -> bool:
         """Starts to use a plan; returns False and changes nothing if the plan is unusable.
@@ -162,15 +171,15 @@ class PlanFollower:
         table = self._checked_table
         is_new_session = self.plan is not None and self.plan.session != plan.session
         if is_new_session:
-            self._steps_left.clear()
+            self._probe_steps_left.clear()
         if is_new_session or table is not self._table:
-            self._remember([probe for probe in table.probes if probe is not None])
+            self._remember_probes([probe for probe in table.probes if probe is not None])
         self._table = table
-        self._ready = [None] * len(table.arms)
+        self._row_choices = [None] * len(table.arms)
         self.lease_end = min(arrived.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
         self.plan = plan
-        self._lapsed = False
-        self.taken += 1
+        self._has_lapsed = False
+        self.plans_accepted += 1
         return True
 
     def drop_plan(self) -> None:
@@ -178,51 +187,52 @@ class PlanFollower:
         self.plan, self.lease_end, self.source = None, _NEVER, Source.SAFE_DEFAULT
         self._table = _NO_TABLE
 
-    def _table_of(self, plan: Plan) -> _Table:
+    def _parse_table(self, plan: Plan) -> _Table:
         """Returns the rows and rules of a plan.  Raises UnusablePlanError."""
         if not 1 <= len(plan.rows) <= MAX_ROWS:
             raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rows)} rows")
         if len(plan.rules) > MAX_RULES:
             raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rules)} rules")
-        bounds: list[int] = []
+        max_batch_sizes: list[int] = []
         arms: list[_Arm] = []
         probes: list[_Probe | None] = []
-        previous = 0
+        previous_max_batch_size = 0
         for row in plan.rows:
-            bound, gamma, asleep = row.max_batch_size, row.gamma, row.drafter_asleep
-            if bound <= previous:
+            max_batch_size, gamma, asleep = row.max_batch_size, row.gamma, row.drafter_asleep
+            if max_batch_size <= previous_max_batch_size:
                 raise UnusablePlanError(
-                    f"plan {plan.epoch}: max_batch_size {bound} after {previous}"
+                    f"plan {plan.epoch}: max_batch_size {max_batch_size} after "
+                    f"{previous_max_batch_size}"
                 )
-            previous = bound
-            place = self._places.get((row.drafter, gamma))
-            if place is None:
+            previous_max_batch_size = max_batch_size
+            drafter_index = self._drafter_indices.get((row.drafter, gamma))
+            if drafter_index is None:
                 raise _not_introduced(plan.epoch, row.drafter, gamma)
-            probe = self._probe(plan.epoch, row) if row.HasField("probe") else None
+            probe = self._parse_probe(plan.epoch, row) if row.HasField("probe") else None
             if asleep and gamma and (probe is None or probe.arm[1]):
                 raise UnusablePlanError(f"plan {plan.epoch}: gamma {gamma} with the drafter asleep")
-            bounds.append(bound)
+            max_batch_sizes.append(max_batch_size)
             # The flag may apply to the row's probe only.
-            arms.append((place, gamma, asleep and not gamma))
+            arms.append((drafter_index, gamma, asleep and not gamma))
             probes.append(probe)
         for rule in plan.rules:
-            if (rule.drafter, rule.gamma) not in self._places:
+            if (rule.drafter, rule.gamma) not in self._drafter_indices:
                 raise _not_introduced(plan.epoch, rule.drafter, rule.gamma)
-            if why := _rule_fault(rule):
-                raise UnusablePlanError(f"plan {plan.epoch}: {why}")
-        return _Table(bounds[:-1], arms, probes, tuple(plan.rules))
+            if rule_error := _rule_error(rule):
+                raise UnusablePlanError(f"plan {plan.epoch}: {rule_error}")
+        return _Table(max_batch_sizes[:-1], arms, probes, tuple(plan.rules))
 
-    def _probe(self, epoch: int, row: PlanRow) -> _Probe:
+    def _parse_probe(self, epoch: int, row: PlanRow) -> _Probe:
         probe = row.probe
         if probe.steps < 1 or probe.probe_id < 1:
             raise UnusablePlanError(f"plan {epoch}: probe {probe.probe_id} has no steps")
-        place = self._places.get((probe.drafter, probe.gamma))
-        if place is None:
+        drafter_index = self._drafter_indices.get((probe.drafter, probe.gamma))
+        if drafter_index is None:
             raise _not_introduced(epoch, probe.drafter, probe.gamma)
         asleep = row.drafter_asleep and not probe.gamma
-        return _Probe(probe.probe_id, (place, probe.gamma, asleep), probe.steps)
+        return _Probe(probe.probe_id, (drafter_index, probe.gamma, asleep), probe.steps)
 
-    def source_at(self, now: float) -> Source:
+    def choice_source(self, now: float) -> Source:
         """Returns the source of the choice that `choose` would make now."""
         if now < self.lease_end:
             return Source.PLAN
@@ -230,14 +240,14 @@ class PlanFollower:
             return Source.SAFE_DEFAULT
         return Source.GRACE
 
-    def collects_at(self, now: float) -> bool:
+    def collects_signals(self, now: float) -> bool:
         """Whether training signals are to be collected; False on the safe default."""
         plan = self.plan
         if plan is None or plan.regime.mode != REGIME_MODE_COLLECT:
             return False
-        return self.source_at(now) is not Source.SAFE_DEFAULT
+        return self.choice_source(now) is not Source.SAFE_DEFAULT
 
-    def stride_at(self, now: float) -> int:
+    def update_stride(self, now: float) -> int:
         """Returns the rounds between two online updates of the drafter; 0 for no updates.
 
         It is 0 on the safe default.
@@ -245,55 +255,55 @@ class PlanFollower:
         plan = self.plan
         if plan is None or plan.regime.mode != REGIME_MODE_ONLINE:
             return 0
-        return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime.stride
+        return 0 if self.choice_source(now) is Source.SAFE_DEFAULT else plan.regime.stride
 
     def choose(self, batch_size: int, now: float) -> StepChoice:
         """Returns the choice for a step over `batch_size` sequences."""
         if now < self.lease_end:
             self.source = Source.PLAN
-            index = bisect_left(self._table.bounds, batch_size)
-            choice = self._ready[index]
-            return self._make(index) if choice is None else choice
-        return self._unsteered(batch_size, now)
+            index = bisect_left(self._table.max_batch_sizes, batch_size)
+            choice = self._row_choices[index]
+            return self._choose_from_row(index) if choice is None else choice
+        return self._choose_without_lease(batch_size, now)
 
-    def _make(self, index: int) -> StepChoice:
+    def _choose_from_row(self, index: int) -> StepChoice:
         """Uses a step of the row's probe if any is left, else caches the row's own choice."""
         probe = self._table.probes[index]
-        if probe is not None and (left := self._steps_left[probe.probe_id]):
-            self._steps_left[probe.probe_id] = left - 1
-            return self._of(probe.arm, Source.PLAN, probe.probe_id)
-        self._ready[index] = choice = self._of(self._table.arms[index], Source.PLAN)
+        if probe is not None and (steps_left := self._probe_steps_left[probe.probe_id]):
+            self._probe_steps_left[probe.probe_id] = steps_left - 1
+            return self._make_choice(probe.arm, Source.PLAN, probe.probe_id)
+        self._row_choices[index] = choice = self._make_choice(self._table.arms[index], Source.PLAN)
         return choice
 
-    def _of(self, arm: _Arm, source: Source, probe_id: int = 0) -> StepChoice:
+    def _make_choice(self, arm: _Arm, source: Source, probe_id: int = 0) -> StepChoice:
         plan = self.plan
         assert plan is not None  # rows exist only with a plan
         return StepChoice(*arm, plan.epoch, probe_id, source, plan.session)
 
-    def _unsteered(self, batch_size: int, now: float) -> StepChoice:
+    def _choose_without_lease(self, batch_size: int, now: float) -> StepChoice:
         """Chooses without a valid lease: the last plan without its probes, or the safe default."""
-        self.source = source = self.source_at(now)
+        self.source = source = self.choice_source(now)
         if self.plan is None:
-            return self.safe
-        if not self._lapsed:
-            self._lapsed = True
+            return self.safe_default
+        if not self._has_lapsed:
+            self._has_lapsed = True
             self.lapses += 1
         if source is Source.SAFE_DEFAULT:
-            return self.safe
+            return self.safe_default
         table = self._table
-        return self._of(table.arms[bisect_left(table.bounds, batch_size)], source)
+        return self._make_choice(table.arms[bisect_left(table.max_batch_sizes, batch_size)], source)
 
-    def _remember(self, probes: Sequence[_Probe]) -> None:
+    def _remember_probes(self, probes: Sequence[_Probe]) -> None:
         """Stores the steps of new probes; a known probe keeps its remaining steps.
 
         The newest 4096 identifiers are kept: enough that a renewed plan never restarts a probe, and
         bounded for an engine that runs for months.
         """
-        ledger = self._steps_left
+        steps_left = self._probe_steps_left
         for probe in probes:
-            ledger[probe.probe_id] = ledger.pop(probe.probe_id, probe.steps)
-        while len(ledger) > _REMEMBERED_PROBES:
-            del ledger[next(iter(ledger))]
+            steps_left[probe.probe_id] = steps_left.pop(probe.probe_id, probe.steps)
+        while len(steps_left) > _MAX_REMEMBERED_PROBES:
+            del steps_left[next(iter(steps_left))]
 
 
 def _not_introduced(epoch: int, drafter: str, gamma: int) -> UnusablePlanError:
@@ -302,13 +312,13 @@ def _not_introduced(epoch: int, drafter: str, gamma: int) -> UnusablePlanError:
     )
 
 
-def _rule_fault(rule: MixtureRule) -> str:
+def _rule_error(rule: MixtureRule) -> str:
     """Returns why a rule is invalid; "" if it is valid."""
     numbers = (rule.main_expected, rule.ratio_weight, *rule.free_expected)
     if not 1 <= rule.gamma <= MAX_GAMMA or not 1 <= rule.least_match <= MAX_GAMMA:
         return f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens"
     if not 1 <= len(rule.free_expected) <= MAX_MATCH_LENGTHS:
         return f"a rule for {len(rule.free_expected)} match lengths"
-    if not all(0 <= n <= MAX_GAMMA for n in numbers) or rule.ratio_weight > 1:
+    if not all(0 <= number <= MAX_GAMMA for number in numbers) or rule.ratio_weight > 1:
         return f"a rule with the numbers {numbers}"
     return ""

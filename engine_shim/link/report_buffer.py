@@ -11,15 +11,15 @@ certainly not sent returns to the buffer then.
 from collections import deque
 from collections.abc import Sequence
 
-from engine_shim.link.messages import is_report
+from engine_shim.link.messages import is_readable_report
 from speculation.v1.service_pb2 import Received
 
 
 class ReportBuffer:
     """Buffers at most `capacity` serialized reports in step order.
 
-    `dropped`: reports that were lost and not yet reported as dropped (`forgive`), including those
-    lost on the engine's side.
+    `dropped`: reports that were lost and not yet reported as dropped (`mark_drops_reported`),
+    including those lost on the engine's side.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,38 +37,38 @@ class ReportBuffer:
             self._reports.popleft()
             self.dropped += 1
 
-    def lose(self, count: int = 1) -> None:
+    def count_lost(self, count: int = 1) -> None:
         """Counts reports as dropped that are not in the buffer."""
         self.dropped += count
 
-    def take(self, most: int, most_bytes: int) -> list[bytes]:
+    def take_oldest(self, max_reports: int, max_bytes: int) -> list[bytes]:
         """Removes and returns the oldest reports.
 
-        At most `most` reports of `most_bytes` in total, or one report that is larger.
+        At most `max_reports` reports of `max_bytes` in total, or one report that is larger.
         """
-        taken: list[bytes] = []
+        oldest_reports: list[bytes] = []
         size = 0
-        while self._reports and len(taken) < most:
+        while self._reports and len(oldest_reports) < max_reports:
             size += len(self._reports[0])
-            if taken and size > most_bytes:
+            if oldest_reports and size > max_bytes:
                 break
-            taken.append(self._reports.popleft())
-        return taken
+            oldest_reports.append(self._reports.popleft())
+        return oldest_reports
 
-    def give_back(self, reports: Sequence[bytes]) -> None:
+    def put_back(self, reports: Sequence[bytes]) -> None:
         """Puts unsent reports back in front; drops the oldest ones if the buffer is full."""
-        room = self.capacity - len(self._reports)
-        kept = reports[max(0, len(reports) - room) :] if room > 0 else ()
-        self.dropped += len(reports) - len(kept)
-        self._reports.extendleft(reversed(kept))
+        free_slots = self.capacity - len(self._reports)
+        fitting_reports = reports[max(0, len(reports) - free_slots) :] if free_slots > 0 else ()
+        self.dropped += len(reports) - len(fitting_reports)
+        self._reports.extendleft(reversed(fitting_reports))
 
-    def forgive(self, count: int) -> None:
+    def mark_drops_reported(self, count: int) -> None:
         """Subtracts `count` dropped reports that have been reported to the sidecar."""
         self.dropped -= count
 
 
 class InFlightReports:
-    """The reports sent on the stream of one session, until `settle`.
+    """The reports sent on the stream of one session, until `return_unreceived`.
 
     Keeps the newest reports, at most the capacity of `buffer`.  messages_max: the sidecar's limit
     of unacknowledged messages with reports, 0 for no limit.  acknowledged: the counts that the
@@ -76,43 +76,43 @@ class InFlightReports:
     it stated when it stopped; None before that.
     """
 
-    def __init__(self, buffer: ReportBuffer, session_id: str, messages_max: int = 0) -> None:
+    def __init__(self, buffer: ReportBuffer, session_id: str, max_messages: int = 0) -> None:
         self.session_id = session_id
         self.acknowledged: Received | None = Received()
         self.received: Received | None = None
         self._buffer = buffer
-        self._newest: deque[bytes] = deque(maxlen=buffer.capacity)
-        self._sent = Received()
-        self._last = Received()
-        self._unsent = Received()
-        self._messages_max = messages_max
+        self._newest_reports: deque[bytes] = deque(maxlen=buffer.capacity)
+        self._total_sent = Received()
+        self._last_message = Received()
+        self._unsent_message = Received()
+        self._max_messages = max_messages
         # For each message in flight, the number of reports sent up to its end.
-        self._ends: deque[int] = deque()
+        self._message_ends: deque[int] = deque()
 
     @property
     def is_full(self) -> bool:
         """Whether reports must wait until the sidecar acknowledges more messages."""
-        if not self._messages_max or self.acknowledged is None:
+        if not self._max_messages or self.acknowledged is None:
             return False
-        while self._ends and self._ends[0] <= self.acknowledged.reports:
-            self._ends.popleft()
-        return len(self._ends) >= self._messages_max
+        while self._message_ends and self._message_ends[0] <= self.acknowledged.reports:
+            self._message_ends.popleft()
+        return len(self._message_ends) >= self._max_messages
 
-    def begin(self, reports: Sequence[bytes], dropped: int) -> None:
+    def add_message(self, reports: Sequence[bytes], dropped: int) -> None:
         """Counts a message that is about to be written, with these reports and dropped reports."""
-        self._buffer.forgive(dropped)
-        self._newest.extend(reports)
-        self._sent.reports += len(reports)
-        self._sent.dropped_reports += dropped
-        if reports and self._messages_max:
-            self._ends.append(self._sent.reports)
-        self._last = Received(reports=len(reports), dropped_reports=dropped)
+        self._buffer.mark_drops_reported(dropped)
+        self._newest_reports.extend(reports)
+        self._total_sent.reports += len(reports)
+        self._total_sent.dropped_reports += dropped
+        if reports and self._max_messages:
+            self._message_ends.append(self._total_sent.reports)
+        self._last_message = Received(reports=len(reports), dropped_reports=dropped)
 
-    def did_not_go_out(self) -> None:
+    def mark_last_unsent(self) -> None:
         """Marks the last message as unsent, because the stream had ended before it."""
-        self._unsent = self._last
+        self._unsent_message = self._last_message
 
-    def settle(self, received: Received | None) -> None:
+    def return_unreceived(self, received: Received | None) -> None:
         """Returns to the buffer the reports that did not arrive; call once, after the stream ended.
 
         A report that no sidecar can parse would end every stream that it is sent on, so it is
@@ -121,25 +121,29 @@ class InFlightReports:
         """
         received = self.received or received
         if received is not None:
-            unsent, lost = _difference(self._sent, received), 0
+            unsent, lost_count = _subtract_counts(self._total_sent, received), 0
         else:
-            unsent, lost = self._unsent, self._in_doubt()
-        kept = list(self._newest)[-unsent.reports :] if unsent.reports else []
-        kept = [report for report in kept if is_report(report)]
-        self._buffer.lose(unsent.reports - len(kept) + unsent.dropped_reports + lost)
-        self._buffer.give_back(kept)
+            unsent, lost_count = self._unsent_message, self._count_unacknowledged()
+        readable_reports = list(self._newest_reports)[-unsent.reports :] if unsent.reports else []
+        readable_reports = [report for report in readable_reports if is_readable_report(report)]
+        self._buffer.count_lost(
+            unsent.reports - len(readable_reports) + unsent.dropped_reports + lost_count
+        )
+        self._buffer.put_back(readable_reports)
 
-    def _in_doubt(self) -> int:
+    def _count_unacknowledged(self) -> int:
         """Returns the number of sent and dropped reports that were not acknowledged."""
         if self.acknowledged is None:
             return 0
-        doubtful = _difference(_difference(self._sent, self._unsent), self.acknowledged)
-        return doubtful.reports + doubtful.dropped_reports
+        unacknowledged = _subtract_counts(
+            _subtract_counts(self._total_sent, self._unsent_message), self.acknowledged
+        )
+        return unacknowledged.reports + unacknowledged.dropped_reports
 
 
-def _difference(more: Received, less: Received) -> Received:
+def _subtract_counts(larger: Received, smaller: Received) -> Received:
     """Subtracts counts, but not below 0, because the counts come from outside."""
     return Received(
-        reports=max(0, more.reports - less.reports),
-        dropped_reports=max(0, more.dropped_reports - less.dropped_reports),
+        reports=max(0, larger.reports - smaller.reports),
+        dropped_reports=max(0, larger.dropped_reports - smaller.dropped_reports),
     )

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.messages import MAX_GAMMA
-from engine_shim.link.sidecar_address import is_on_this_machine
+from engine_shim.link.sidecar_address import is_local_address
 from speculation.service_links import service_links
 
 PREFIX: Final = "SPECULATION_"
@@ -88,7 +88,7 @@ class LinkSettings(BaseSettings):
             raise ValueError("a client certificate and its key must be set together")
         if self.client_certificate and not self.ca:
             raise ValueError("a client certificate requires TLS: set SPECULATION_CA")
-        if self.token_file and not (self.ca or is_on_this_machine(self.sidecar)):
+        if self.token_file and not (self.ca or is_local_address(self.sidecar)):
             raise ValueError("the token would be sent unencrypted: set SPECULATION_CA")
         return self
 
@@ -101,20 +101,24 @@ class LinkSettings(BaseSettings):
         """
         fields = {PREFIX + name.upper() for name in cls.model_fields}
         # For example, a Service named "speculation-router" sets variables that are not settings.
-        links = service_links(os.environ)
-        for variable in sorted(os.environ.keys() - links):
+        service_link_names = service_links(os.environ)
+        for variable in sorted(os.environ.keys() - service_link_names):
             if variable.startswith(PREFIX) and variable not in fields:
-                close = difflib.get_close_matches(variable, fields, n=1, cutoff=0.85)
-                known = ", ".join(sorted(fields))
-                hint = f"did you mean {close[0]}?" if close else f"known: {known}"
+                close_matches = difflib.get_close_matches(variable, fields, n=1, cutoff=0.85)
+                known_names = ", ".join(sorted(fields))
+                hint = (
+                    f"did you mean {close_matches[0]}?"
+                    if close_matches
+                    else f"known: {known_names}"
+                )
                 raise LinkSettingsError(f"unknown setting {variable}: {hint}")
         try:
             return cls()
         except ValidationError as error:
-            raise LinkSettingsError(_readable(error)) from error
+            raise LinkSettingsError(_format_validation_error(error)) from error
 
 
-def _readable(error: ValidationError) -> str:
+def _format_validation_error(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False):
         if not item["loc"]:

@@ -8,7 +8,7 @@ from typing import Final
 _HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+)):[0-9]{1,5}")
 
 
-def is_on_this_machine(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether an address is a unix socket, or HOST:PORT with `localhost` or a loopback address.
 
     No other name is resolved.  Other forms that gRPC accepts (dns:///HOST, ipv4:ADDRESS,ADDRESS, or
@@ -16,15 +16,17 @@ def is_on_this_machine(address: str) -> bool:
     """
     if address.startswith("unix:"):
         return True
-    found = _HOST_PORT.fullmatch(address)
-    if found is None:
+    address_match = _HOST_PORT.fullmatch(address)
+    if address_match is None:
         return False
-    six, other = found.groups()
-    if other and other.lower() == "localhost":
+    ipv6_text, name_or_ipv4 = address_match.groups()
+    if name_or_ipv4 and name_or_ipv4.lower() == "localhost":
         return True
     try:
-        host = ipaddress.IPv6Address(six) if six else ipaddress.IPv4Address(other)
+        host = (
+            ipaddress.IPv6Address(ipv6_text) if ipv6_text else ipaddress.IPv4Address(name_or_ipv4)
+        )
     except ValueError:
         return False
-    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
-    return (mapped or host).is_loopback
+    mapped_ipv4 = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return (mapped_ipv4 or host).is_loopback

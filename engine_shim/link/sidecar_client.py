@@ -15,7 +15,7 @@ from engine_shim.link.messages import (
     MAX_REPORT_BYTES,
     ArrivedPlan,
     SidecarState,
-    as_field,
+    encode_report_field,
     table_digest,
 )
 from engine_shim.link.rate_limited_log import RateLimitedLog
@@ -32,25 +32,25 @@ _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 _REPORTS_PER_MESSAGE: Final = 128
 # Long enough for the connection and the answer of a slow sidecar, and short enough to detect soon
 # that packets do not get through.
-_INTRODUCE_SECONDS: Final = 5.0
-_FIRST_WAIT_SECONDS: Final = 0.05
+_INTRODUCE_TIMEOUT_SECONDS: Final = 5.0
+_INITIAL_BACKOFF_SECONDS: Final = 0.05
 # Short enough that an engine is steered again within a second of the sidecar's return.
-_LONGEST_WAIT_SECONDS: Final = 0.5
+_MAX_BACKOFF_SECONDS: Final = 0.5
 # After a session that lasted this long, the next attempt follows at once.
 _GOOD_SESSION_SECONDS: Final = 2.0
 # A stream without a plan for this many leases counts as dead, even if TCP reports no error.
 _SILENT_LEASES: Final = 3.0
-_LEAST_SILENCE_SECONDS: Final = 3.0
+_MIN_SILENCE_SECONDS: Final = 3.0
 # Bounded, because a plan may have a shorter lease than the previous one.
-_LONGEST_NAP_SECONDS: Final = 0.1
+_MAX_SLEEP_SECONDS: Final = 0.1
 # Half of the shortest lease for which keepalive messages are sent in time.
-_SHORTEST_HALF_SECONDS: Final = 0.02
+_MIN_HALF_LEASE_SECONDS: Final = 0.02
 # Limits in characters: of a session's id, and of a reason that is logged.
-_SESSION_ID_MAX: Final = 256
-_REASON_MAX: Final = 512
+_MAX_SESSION_ID_CHARACTERS: Final = 256
+_MAX_REASON_CHARACTERS: Final = 512
 # Time to read the messages that a stopping sidecar sent before it ended the stream.
-_LAST_WORDS_SECONDS: Final = 0.5
-_REFUSALS: Final = frozenset(
+_FINAL_READ_SECONDS: Final = 0.5
+_REFUSAL_CODES: Final = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNAUTHENTICATED,
@@ -72,20 +72,20 @@ class SidecarClient:
     credentials: EngineCredentials
     engine: EngineSpec
     lease_max_seconds: float
-    port: AgentSocket
+    agent_socket: AgentSocket
     buffer: ReportBuffer
     log: RateLimitedLog
     secret: str = ""
     # The reports of the last stream, until the sidecar states which of them arrived.
-    _unsettled: InFlightReports | None = field(default=None, init=False)
+    _last_in_flight: InFlightReports | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        wait = _FIRST_WAIT_SECONDS
+        backoff_seconds = _INITIAL_BACKOFF_SECONDS
         while True:
-            begun = monotonic()
-            state, code, detail = await self._session()
-            self.port.send_state(state, code.value[0], detail)
+            start_time = monotonic()
+            state, code, detail = await self._run_session()
+            self.agent_socket.send_state(state, code.value[0], detail)
             event = f"sidecar-{state.name.lower()}"
             self.log.warning(
                 event,
@@ -94,12 +94,12 @@ class SidecarClient:
                 detail=detail,
                 buffered_reports=len(self.buffer),
             )
-            if monotonic() - begun >= _GOOD_SESSION_SECONDS:
-                wait = _FIRST_WAIT_SECONDS
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            if monotonic() - start_time >= _GOOD_SESSION_SECONDS:
+                backoff_seconds = _INITIAL_BACKOFF_SECONDS
+            await asyncio.sleep(backoff_seconds)
+            backoff_seconds = min(2 * backoff_seconds, _MAX_BACKOFF_SECONDS)
 
-    async def _session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
+    async def _run_session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
         """Runs one session from the introduction to its end; returns how it ended."""
         try:
             channel = self.credentials.channel(self.target)
@@ -111,44 +111,48 @@ class SidecarClient:
             return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, str(error)
         async with channel:
             stub = SpeculationServiceStub(channel)
-            losses = len(self.port.losses)
+            lost_count = len(self.agent_socket.lost_capabilities)
             try:
-                opened = await stub.Introduce(
-                    self._introduction(), timeout=_INTRODUCE_SECONDS, metadata=metadata
+                response = await stub.Introduce(
+                    self._introduction(), timeout=_INTRODUCE_TIMEOUT_SECONDS, metadata=metadata
                 )
             except grpc.aio.AioRpcError as error:
-                refused = error.code() in _REFUSALS
-                state = SidecarState.REFUSED if refused else SidecarState.AWAY
+                is_refused = error.code() in _REFUSAL_CODES
+                state = SidecarState.REFUSED if is_refused else SidecarState.AWAY
                 return state, error.code(), error.details() or ""
-            if len(opened.session_id) > _SESSION_ID_MAX:
-                detail = f"the session id has {len(opened.session_id)} characters"
+            if len(response.session_id) > _MAX_SESSION_ID_CHARACTERS:
+                detail = f"the session id has {len(response.session_id)} characters"
                 return SidecarState.AWAY, grpc.StatusCode.OUT_OF_RANGE, detail
-            if self._unsettled is not None:
-                self._unsettled.settle(opened.received if opened.HasField("received") else None)
-            self._unsettled = sent = InFlightReports(
-                self.buffer, opened.session_id, opened.messages_in_flight_max
+            if self._last_in_flight is not None:
+                self._last_in_flight.return_unreceived(
+                    response.received if response.HasField("received") else None
+                )
+            self._last_in_flight = in_flight = InFlightReports(
+                self.buffer, response.session_id, response.messages_in_flight_max
             )
             # Older sidecars do not number their sessions: a random tag distinguishes them.
-            tag = opened.plan.session or secrets.randbits(32) or 1
+            tag = response.plan.session or secrets.randbits(32) or 1
             steer: grpc.aio.StreamStreamMultiCallable[bytes, SteerResponse] = channel.stream_stream(
                 _STEER, response_deserializer=SteerResponse.FromString
             )
-            session = _Session(self, steer(metadata=metadata), sent, losses, tag)
+            session = _Session(self, steer(metadata=metadata), in_flight, lost_count, tag)
             # Only the tag is logged: the session's id is a secret.
             name = f"session {tag:08x}"
-            self.port.send_state(SidecarState.STEERING, 0, name)
+            self.agent_socket.send_state(SidecarState.STEERING, 0, name)
             self.log.info("sidecar-steering", target=self.target, session=name)
-            if opened.HasField("plan"):
-                session.take_plan(opened.plan)
+            if response.HasField("plan"):
+                session.forward_plan(response.plan)
             code, detail = await session.run()
             return SidecarState.AWAY, code, detail
 
     def _introduction(self) -> IntroduceRequest:
-        engine = EngineSpec(lost=self.port.losses.all)
+        engine = EngineSpec(lost=self.agent_socket.lost_capabilities.all)
         engine.MergeFrom(self.engine)
         return IntroduceRequest(
             engine=engine,
-            previous_session_id="" if self._unsettled is None else self._unsettled.session_id,
+            previous_session_id=""
+            if self._last_in_flight is None
+            else self._last_in_flight.session_id,
             engine_secret=self.secret,
         )
 
@@ -164,28 +168,28 @@ class _Session:
         self,
         client: SidecarClient,
         call: _SteerCall,
-        sent: InFlightReports,
-        told_losses: int,
+        in_flight: InFlightReports,
+        reported_lost_count: int,
         tag: int,
     ) -> None:
         self._call = call
-        self._id = sent.session_id
+        self._session_id = in_flight.session_id
         self._tag = tag
         self._lease_max_ms = round(client.lease_max_seconds * 1000)
-        self._port = client.port
+        self._agent_socket = client.agent_socket
         self._buffer = client.buffer
-        self._sent = sent
+        self._in_flight = in_flight
         self._log = client.log
-        self._told_losses = told_losses
+        self._reported_lost_count = reported_lost_count
         self._lease_seconds = 1.0
-        self._plan_at = monotonic()
+        self._last_plan_time = monotonic()
         # The first message identifies the session: before it the sidecar sends nothing.
-        self._sign_due = True
+        self._keepalive_due = True
 
-    def take_plan(self, plan: Plan) -> None:
+    def forward_plan(self, plan: Plan) -> None:
         """Forwards a plan to the engine, without its texts for people; the engine checks it."""
         arrival_ns = monotonic_ns()
-        self._plan_at = arrival_ns * 1e-9
+        self._last_plan_time = arrival_ns * 1e-9
         plan.session = plan.session or self._tag
         plan.reason_detail = ""
         del plan.overrides[:]
@@ -198,7 +202,7 @@ class _Session:
             )
             plan.lease_ms = self._lease_max_ms
         try:
-            self._port.send_plan(ArrivedPlan(plan, arrival_ns, table_digest(plan)))
+            self._agent_socket.send_plan(ArrivedPlan(plan, arrival_ns, table_digest(plan)))
         except PacketError as error:
             self._log.warning("plan-unusable", error=str(error))
             return
@@ -208,13 +212,15 @@ class _Session:
     async def run(self) -> tuple[grpc.StatusCode, str]:
         """Runs the stream; returns the status with which it ended, and its detail."""
         # Reports that were buffered while the sidecar was unavailable are sent first.
-        self._port.arrived.set()
-        tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._watch)]
+        self._agent_socket.data_arrived.set()
+        tasks = [
+            asyncio.create_task(part()) for part in (self._read, self._write, self._watch_silence)
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1] in done:
                 # A write may detect the end before the last plan has been read.
-                await asyncio.wait({tasks[0]}, timeout=_LAST_WORDS_SECONDS)
+                await asyncio.wait({tasks[0]}, timeout=_FINAL_READ_SECONDS)
         finally:
             for task in tasks:
                 task.cancel()
@@ -225,58 +231,60 @@ class _Session:
             if error is not None and not isinstance(error, grpc.aio.AioRpcError):
                 raise error
         if tasks[2] in done:
-            silent = monotonic() - self._plan_at
-            return grpc.StatusCode.DEADLINE_EXCEEDED, f"no plan for {silent:.1f} s"
+            silence_seconds = monotonic() - self._last_plan_time
+            return grpc.StatusCode.DEADLINE_EXCEEDED, f"no plan for {silence_seconds:.1f} s"
         return await self._call.code(), await self._call.details() or "the sidecar ended the stream"
 
     async def _read(self) -> None:
         async for response in self._call:
             if response.HasField("plan"):
-                self.take_plan(response.plan)
+                self.forward_plan(response.plan)
             if response.HasField("received"):
-                self._sent.received = response.received
-            self._sent.acknowledged = (
+                self._in_flight.received = response.received
+            self._in_flight.acknowledged = (
                 response.received_so_far if response.HasField("received_so_far") else None
             )
             # Reports may have waited for the acknowledgement.
-            self._port.arrived.set()
+            self._agent_socket.data_arrived.set()
             for rejection in response.rejections:
                 self._log.warning(
                     "report-rejected",
                     step=rejection.step,
                     code=rejection.code,
-                    reason=rejection.message[:_REASON_MAX],
+                    reason=rejection.message[:_MAX_REASON_CHARACTERS],
                 )
 
     async def _write(self) -> None:
-        arrived = self._port.arrived
+        data_arrived = self._agent_socket.data_arrived
         while True:
-            await arrived.wait()
-            arrived.clear()
-            while self._has_reports or self._sign_due or self._has_losses:
-                if not await self._write_one():
+            await data_arrived.wait()
+            data_arrived.clear()
+            while self._has_reports or self._keepalive_due or self._has_new_lost_capabilities:
+                if not await self._write_message():
                     return
 
-    async def _write_one(self) -> bool:
+    async def _write_message(self) -> bool:
         """Sends buffered reports, or a keepalive message; returns False if the stream has ended.
 
         A message in flight when the stream breaks may have arrived: it is sent again only after the
         sidecar has stated that it did not arrive.
         """
-        self._sign_due = False
+        self._keepalive_due = False
         reports: list[bytes] = []
         if self._has_reports:
-            reports = self._buffer.take(_REPORTS_PER_MESSAGE, MAX_REPORT_BYTES)
-        request = SteerRequest(session_id=self._id, dropped_reports=self._buffer.dropped)
-        if self._has_losses:
-            request.lost.extend(self._port.losses.all)
-            self._told_losses = len(self._port.losses)
-        self._sent.begin(reports, request.dropped_reports)
+            reports = self._buffer.take_oldest(_REPORTS_PER_MESSAGE, MAX_REPORT_BYTES)
+        request = SteerRequest(session_id=self._session_id, dropped_reports=self._buffer.dropped)
+        if self._has_new_lost_capabilities:
+            request.lost.extend(self._agent_socket.lost_capabilities.all)
+            self._reported_lost_count = len(self._agent_socket.lost_capabilities)
+        self._in_flight.add_message(reports, request.dropped_reports)
         try:
-            await self._call.write(b"".join((request.SerializeToString(), *map(as_field, reports))))
+            await self._call.write(
+                b"".join((request.SerializeToString(), *map(encode_report_field, reports)))
+            )
         except asyncio.InvalidStateError:
             # The stream had ended before; its status has the cause.
-            self._sent.did_not_go_out()
+            self._in_flight.mark_last_unsent()
             return False
         return True
 
@@ -287,40 +295,40 @@ class _Session:
         A slow sidecar acknowledges late: then each message contains more reports, which the sidecar
         processes faster.
         """
-        return len(self._buffer) > 0 and not self._sent.is_full
+        return len(self._buffer) > 0 and not self._in_flight.is_full
 
     @property
-    def _has_losses(self) -> bool:
-        return len(self._port.losses) > self._told_losses
+    def _has_new_lost_capabilities(self) -> bool:
+        return len(self._agent_socket.lost_capabilities) > self._reported_lost_count
 
-    async def _watch(self) -> None:
+    async def _watch_silence(self) -> None:
         """Requests a keepalive message after half of the lease; returns if no plan answers."""
-        signed_at = self._plan_at
+        last_keepalive_time = self._last_plan_time
         while True:
-            half = max(self._lease_seconds / 2, _SHORTEST_HALF_SECONDS)
-            due = max(self._plan_at, signed_at) + half
+            half_lease_seconds = max(self._lease_seconds / 2, _MIN_HALF_LEASE_SECONDS)
+            due_time = max(self._last_plan_time, last_keepalive_time) + half_lease_seconds
             now = monotonic()
-            if now < due:
-                await asyncio.sleep(min(max(due - now, 0.005), _LONGEST_NAP_SECONDS))
+            if now < due_time:
+                await asyncio.sleep(min(max(due_time - now, 0.005), _MAX_SLEEP_SECONDS))
                 continue
-            silence = max(_SILENT_LEASES * self._lease_seconds, _LEAST_SILENCE_SECONDS)
-            if now - self._plan_at > silence:
+            max_silence_seconds = max(_SILENT_LEASES * self._lease_seconds, _MIN_SILENCE_SECONDS)
+            if now - self._last_plan_time > max_silence_seconds:
                 return
-            signed_at = now
-            self._sign_due = True
-            self._port.arrived.set()
+            last_keepalive_time = now
+            self._keepalive_due = True
+            self._agent_socket.data_arrived.set()
 
 
-async def introduced(port: AgentSocket) -> IntroduceRequest | None:
+async def await_introduction(agent_socket: AgentSocket) -> IntroduceRequest | None:
     """Reads the introduction from the engine's socket; returns None if the engine ended first.
 
     Raises PacketError if the first packet is not an introduction.
     """
-    hello = asyncio.ensure_future(port.introduction())
-    gone = asyncio.ensure_future(port.gone.wait())
-    await asyncio.wait({hello, gone}, return_when=asyncio.FIRST_COMPLETED)
-    gone.cancel()
-    if not hello.done():
-        hello.cancel()
+    introduction = asyncio.ensure_future(agent_socket.introduction())
+    engine_gone = asyncio.ensure_future(agent_socket.engine_gone.wait())
+    await asyncio.wait({introduction, engine_gone}, return_when=asyncio.FIRST_COMPLETED)
+    engine_gone.cancel()
+    if not introduction.done():
+        introduction.cancel()
         return None
-    return hello.result()
+    return introduction.result()

@@ -1,8 +1,9 @@
 """Keeps an agent process running beside the engine.
 
 A daemon thread starts the agent, waits for its end, and starts the next one after a short wait.
-The engine's thread never waits for it: it takes the newest connected socket with `take`.  From then
-on only the engine's thread uses and closes that socket, so no descriptor is closed while in use.
+The engine's thread never waits for it: it takes the newest connected socket with `take_socket`.
+From then on only the engine's thread uses and closes that socket, so no descriptor is closed while
+in use.
 
 The agent is started by `subprocess` without a preexec function, hence by vfork.  That is safe in a
 process with many threads and fast in a process with much memory.
@@ -23,11 +24,11 @@ from typing import Final
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.settings import LinkSettings
 
-_FIRST_WAIT_SECONDS: Final = 0.05
-_LONGEST_WAIT_SECONDS: Final = 5.0
+_INITIAL_BACKOFF_SECONDS: Final = 0.05
+_MAX_BACKOFF_SECONDS: Final = 5.0
 # After an agent that ran this long, the wait before the next one is short again.
 _HEALTHY_SECONDS: Final = 10.0
-_STOP_SECONDS: Final = 1.0
+_STOP_TIMEOUT_SECONDS: Final = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ class AgentSupervisor:
     `hello` is the first packet on every new socket.
     """
 
-    def __init__(self, command: Sequence[str], hello: bytes) -> None:
+    def __init__(self, command: Sequence[str], first_packet: bytes) -> None:
         self._command = tuple(command)
-        self._hello = hello
-        self._fresh: deque[socket.socket] = deque()
+        self._first_packet = first_packet
+        self._new_sockets: deque[socket.socket] = deque()
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._start_error: Exception | None = None
@@ -66,39 +67,39 @@ class AgentSupervisor:
                 f"the agent cannot be started ({' '.join(self._command)}): {self._start_error}"
             ) from self._start_error
 
-    def take(self) -> socket.socket | None:
+    def take_socket(self) -> socket.socket | None:
         """Returns the socket of an agent that was started since the last call, or None."""
-        taken = None
+        newest = None
         with contextlib.suppress(IndexError):
             while True:
-                newer = self._fresh.popleft()
-                if taken is not None:
-                    taken.close()
-                taken = newer
-        return taken
+                newer = self._new_sockets.popleft()
+                if newest is not None:
+                    newest.close()
+                newest = newer
+        return newest
 
-    def leave_to_parent(self) -> None:
+    def abandon_after_fork(self) -> None:
         """Closes this copy in a forked child; the engine keeps its agent."""
         # The event's lock may have been held by the thread, which does not exist in the child.
         self._stopping = threading.Event()
         self._stopping.set()
         self._process = None
-        self._discard_untaken()
+        self._close_untaken_socket()
 
     def stop(self) -> None:
         """Ends the agent and the thread; the agent's socket should have been closed before."""
         self._stopping.set()
-        self._discard_untaken()
-        self._thread.join(_STOP_SECONDS)
+        self._close_untaken_socket()
+        self._thread.join(_STOP_TIMEOUT_SECONDS)
         process = self._process
         if self._thread.is_alive() and process is not None:
             process.kill()
-            self._thread.join(_STOP_SECONDS)
+            self._thread.join(_STOP_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
-        wait = _FIRST_WAIT_SECONDS
+        backoff_seconds = _INITIAL_BACKOFF_SECONDS
         while not self._stopping.is_set():
-            begun = time.monotonic()
+            start_time = time.monotonic()
             try:
                 process = self._spawn()
             except Exception as error:  # noqa: BLE001 - the thread has to outlive any failure
@@ -110,44 +111,44 @@ class AgentSupervisor:
             else:
                 self._started.set()
                 if self._stopping.is_set():
-                    self._discard_untaken()
+                    self._close_untaken_socket()
                 code = process.wait()
                 self._process = None
-                self._discard_untaken()
+                self._close_untaken_socket()
                 if self._stopping.is_set():
                     return
                 _log.warning("the speculation agent ended with code %d; starting another", code)
-            if time.monotonic() - begun >= _HEALTHY_SECONDS:
-                wait = _FIRST_WAIT_SECONDS
-            self._stopping.wait(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            if time.monotonic() - start_time >= _HEALTHY_SECONDS:
+                backoff_seconds = _INITIAL_BACKOFF_SECONDS
+            self._stopping.wait(backoff_seconds)
+            backoff_seconds = min(2 * backoff_seconds, _MAX_BACKOFF_SECONDS)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        engine_end, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            ours.settimeout(0)
-            ours.send(self._hello)
-            fd = theirs.fileno()
+            engine_end.settimeout(0)
+            engine_end.send(self._first_packet)
+            fd = agent_end.fileno()
             process = subprocess.Popen(
                 (*self._command, "--fd", str(fd), "--parent", str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
             )
         except BaseException:
-            ours.close()
+            engine_end.close()
             raise
         finally:
             # Only the agent may hold its end; otherwise the engine would not notice its death.
-            theirs.close()
+            agent_end.close()
         self._process = process
         self.starts += 1
-        self._fresh.append(ours)
+        self._new_sockets.append(engine_end)
         return process
 
-    def _discard_untaken(self) -> None:
-        untaken = self.take()
-        if untaken is not None:
-            untaken.close()
+    def _close_untaken_socket(self) -> None:
+        untaken_socket = self.take_socket()
+        if untaken_socket is not None:
+            untaken_socket.close()
 
 
 def agent_command(settings: LinkSettings) -> tuple[str, ...]:

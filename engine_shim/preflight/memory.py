@@ -28,11 +28,11 @@ backends: what attention backends keep, with or without graphs
 tables: what they keep for graphs"""
 
 
-def table(reserves: Sequence[Reserve]) -> str:
+def reserves_table(reserves: Sequence[Reserve]) -> str:
     """Returns one line for each additional draft length and one for their sum, in MiB."""
     names = ("length", "batch", "graphs", "backends", "tables", "total")
     rows = [
-        (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total)
+        (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total_mib)
         for row in reserves
     ]
     columns = ("graphs", "backends", "tables", "total")
@@ -43,17 +43,17 @@ def table(reserves: Sequence[Reserve]) -> str:
     return "\n".join(lines)
 
 
-def page(prediction: Prediction, share: str) -> str:
+def prediction_page(prediction: Prediction, share: str) -> str:
     """Returns the table with explanations; `share`: the last sentence."""
     shape = prediction.shape
-    parts = [f"MiB for {name}: {size:.1f}" for name, size in prediction.parts.items()]
-    start = f"MiB on each device, for each draft length beside {prediction.start}"
+    parts = [f"MiB for {name}: {size:.1f}" for name, size in prediction.parts_mib.items()]
+    heading = f"MiB on each device, for each draft length beside {prediction.start_gamma}"
     return "\n".join(
         (
-            f"{start}, with which the engine starts.",
-            f"Attention backends: {shape.names}"
-            + ("." if shape.exact else "; their sizes are approximated."),
-            table(prediction.reserves),
+            f"{heading}, with which the engine starts.",
+            f"Attention backends: {shape.description}"
+            + ("." if shape.is_exact else "; their sizes are approximated."),
+            reserves_table(prediction.reserves),
             NOTES,
             *parts,
             share,
@@ -74,16 +74,18 @@ def predict(options: list[str]) -> str:
     load_plugins()
     args = prepare_server_args(options)
     args.resolve_once()
-    return page(SteeredConfiguration(settings).predict(args), share_of(args))
+    return prediction_page(
+        SteeredConfiguration(settings).predict_memory(args), memory_share_text(args)
+    )
 
 
-def share_of(args: ServerArgs) -> str:
+def memory_share_text(args: ServerArgs) -> str:
     """Describes the share of the device that SGLang takes, and who set it."""
     from sglang.srt.utils.common import get_device_memory_capacity
 
     from engine_shim.sglang.api import sglang_api
 
-    view = sglang_api.resolving(args)
+    view = sglang_api.resolving_args(args)
     share = f"--mem-fraction-static {view.mem_fraction_static}: "
     # The record's fields stay as the user wrote them.
     if args.mem_fraction_static is not None:

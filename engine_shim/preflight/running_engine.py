@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from engine_shim.link.sidecar_address import is_on_this_machine
+from engine_shim.link.sidecar_address import is_local_address
 from engine_shim.preflight.verdict import InputError
 
 # For the whole answer.
-PATIENCE_SECONDS: Final = 10.0
+TIMEOUT_SECONDS: Final = 10.0
 # Bytes and characters: SGLang's answer has tens of kB, its command line hundreds of bytes.
-_LARGEST_ANSWER: Final = 4 << 20
-_LONGEST_COMMAND: Final = 1 << 16
-_INSTEAD: Final = "give its flags after `--`, without --url"
+_MAX_ANSWER_BYTES: Final = 4 << 20
+_MAX_COMMAND_CHARACTERS: Final = 1 << 16
+_ALTERNATIVE_HINT: Final = "give its flags after `--`, without --url"
 
-_SWITCHES: Final = frozenset(
+_SWITCH_FLAGS: Final = frozenset(
     {
         "--disable-cuda-graph", "--disable-cuda-graph-padding", "--disable-decode-cuda-graph",
         "--disable-overlap-schedule", "--disable-prefill-cuda-graph", "--disable-radix-cache",
@@ -43,7 +43,7 @@ _BATCH: Final = (1, 65_536)
 _DRAFT: Final = (0, 1024)
 _TOKENS: Final = (1, 2**31 - 1)
 _CHUNK: Final = (-1, 2**31 - 1)
-_NUMBERS: Final = {
+_NUMBER_FLAGS: Final = {
     "--attention-context-parallel-size": _RANKS,
     "--attention-data-parallel-size": _RANKS,
     "--attn-cp-size": _RANKS,
@@ -79,10 +79,12 @@ _NUMBERS: Final = {
     "--triton-attention-split-tile-size": _TOKENS,
 }
 # Batch sizes, as many as there are in _BATCH at most.
-_LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
-_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_LIST_FLAGS: Final = frozenset(
+    {"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"}
+)
+_WORD_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # These select among SGLang's own implementations.
-_WORDS: Final = {
+_WORD_FLAGS: Final = {
     **dict.fromkeys(
         (
             "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
@@ -91,7 +93,7 @@ _WORDS: Final = {
             "--speculative-algorithm", "--speculative-attention-mode",
             "--speculative-draft-attention-backend",
         ),
-        _WORD,
+        _WORD_PATTERN,
     ),
     "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
     "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
@@ -100,17 +102,17 @@ _WORDS: Final = {
 MODEL: Final = ("--model-path", "--model")
 DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
 # Only the presence of adapters matters, not which ones.
-_STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
-_NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
-_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
-_COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
+_REPLACEMENT_FLAGS: Final = {"--lora-paths": "--enable-lora"}
+_NAME_PATTERN: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
+_NUMBER_PATTERN: Final = re.compile(r"-?[0-9]{1,10}")
+_COUNT_PATTERN: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
 _MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 # Limit of flag names that are shown; further ones are counted.
-_SHOWN_MAX: Final = 64
-_STRANGE: Final = "words that are no flag"
+_MAX_SHOWN_NAMES: Final = 64
+_NOT_A_FLAG_TEXT: Final = "words that are no flag"
 
 
-def flags_of(url: str) -> TakenFlags:
+def fetch_flags(url: str) -> AcceptedFlags:
     """Reads an engine's command line from /server_info; returns its safe flags.
 
     url: http or https; the key in ENGINE_API_KEY is sent if it is set, but only encrypted or on
@@ -126,14 +128,14 @@ def flags_of(url: str) -> TakenFlags:
     headers = _headers(parts, os.environ.get("ENGINE_API_KEY", ""))
     if parts.scheme == "https":
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, port, timeout=PATIENCE_SECONDS, context=ssl.create_default_context()
+            parts.hostname, port, timeout=TIMEOUT_SECONDS, context=ssl.create_default_context()
         )
     else:
-        connection = http.client.HTTPConnection(parts.hostname, port, timeout=PATIENCE_SECONDS)
+        connection = http.client.HTTPConnection(parts.hostname, port, timeout=TIMEOUT_SECONDS)
     try:
-        status, content = _answer(connection, f"{parts.path.rstrip('/')}/server_info", headers)
+        status, content = _fetch(connection, f"{parts.path.rstrip('/')}/server_info", headers)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise _stranger(url, error) from error
+        raise _not_sglang_error(url, error) from error
     finally:
         connection.close()
     if 300 <= status < 400:
@@ -143,33 +145,35 @@ def flags_of(url: str) -> TakenFlags:
         )
     if status != http.client.OK:
         raise InputError(f"{url}/server_info answers {status} (a key is taken from ENGINE_API_KEY)")
-    return flags_in(content, url)
+    return parse_server_info(content, url)
 
 
-def flags_in(content: bytes, url: str) -> TakenFlags:
+def parse_server_info(content: bytes, url: str) -> AcceptedFlags:
     """Parses the answer to /server_info.  url: for error texts.  Raises InputError."""
-    if len(content) > _LARGEST_ANSWER:
-        raise InputError(f"{url}/server_info answers more than {_LARGEST_ANSWER} bytes")
+    if len(content) > _MAX_ANSWER_BYTES:
+        raise InputError(f"{url}/server_info answers more than {_MAX_ANSWER_BYTES} bytes")
     try:
-        found = json.loads(content)
+        server_info = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise _stranger(url, error) from error
-    command = found.get("launch_command") if isinstance(found, dict) else None
+        raise _not_sglang_error(url, error) from error
+    command = server_info.get("launch_command") if isinstance(server_info, dict) else None
     if not isinstance(command, str) or not command.strip():
         raise InputError(
-            f"{url}/server_info has no launch_command, which SGLang 0.5.23 has: {_INSTEAD}"
+            f"{url}/server_info has no launch_command, which SGLang 0.5.23 has: {_ALTERNATIVE_HINT}"
         )
-    if len(command) > _LONGEST_COMMAND:
-        raise InputError(f"the command line of {url} has {len(command)} characters: {_INSTEAD}")
+    if len(command) > _MAX_COMMAND_CHARACTERS:
+        raise InputError(
+            f"the command line of {url} has {len(command)} characters: {_ALTERNATIVE_HINT}"
+        )
     if any(mark in command for mark in "{}\"'"):
         raise InputError(
             f"the flags of {url} contain JSON, which SGLang joins with blanks, so they cannot be "
-            f"split again: {_INSTEAD}"
+            f"split again: {_ALTERNATIVE_HINT}"
         )
     try:
-        return taken_from(command.split())
+        return filter_flags(command.split())
     except InputError as error:
-        raise InputError(f"the flags of {url}: {error}: {_INSTEAD}") from error
+        raise InputError(f"the flags of {url}: {error}: {_ALTERNATIVE_HINT}") from error
 
 
 def _headers(parts: SplitResult, key: str) -> dict[str, str]:
@@ -180,7 +184,7 @@ def _headers(parts: SplitResult, key: str) -> dict[str, str]:
         raise InputError("ENGINE_API_KEY is not printable ASCII text")
     host = parts.hostname or ""
     address = f"[{host}]:80" if ":" in host else f"{host}:80"
-    if parts.scheme == "http" and not is_on_this_machine(address):
+    if parts.scheme == "http" and not is_local_address(address):
         raise InputError(
             "the key in ENGINE_API_KEY would be sent unencrypted: use https://, run this on the "
             "engine's machine, or unset ENGINE_API_KEY"
@@ -188,34 +192,34 @@ def _headers(parts: SplitResult, key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _answer(
+def _fetch(
     connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
 ) -> tuple[int, bytes]:
     """Returns the status and the content, at most one byte more than the limit."""
     connection.connect()
-    opened = connection.sock
+    connected_socket = connection.sock
 
-    def hang_up() -> None:
+    def shut_down_socket() -> None:
         with contextlib.suppress(OSError):
-            opened.shutdown(socket.SHUT_RDWR)
+            connected_socket.shutdown(socket.SHUT_RDWR)
 
-    watch = threading.Timer(PATIENCE_SECONDS, hang_up)
-    watch.daemon = True
-    watch.start()
+    timeout_timer = threading.Timer(TIMEOUT_SECONDS, shut_down_socket)
+    timeout_timer.daemon = True
+    timeout_timer.start()
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, answer.read(_LARGEST_ANSWER + 1)
+        return answer.status, answer.read(_MAX_ANSWER_BYTES + 1)
     finally:
-        watch.cancel()
+        timeout_timer.cancel()
 
 
-def _stranger(url: str, error: Exception) -> InputError:
+def _not_sglang_error(url: str, error: Exception) -> InputError:
     return InputError(f"{url}/server_info does not answer as SGLang does: {error}")
 
 
 @dataclass(frozen=True, slots=True)
-class TakenFlags:
+class AcceptedFlags:
     """The parts of an engine's command line that are used.
 
     flags: for SGLang's parser.  left_out: the names of all other flags, in order, each once.
@@ -228,7 +232,7 @@ class TakenFlags:
     drafter: str = ""
 
 
-def taken_from(words: Sequence[str]) -> TakenFlags:
+def filter_flags(arguments: Sequence[str]) -> AcceptedFlags:
     """Filters a command line.  Raises InputError for a known flag with an invalid value.
 
     The words before the first flag are the launch command.
@@ -236,64 +240,64 @@ def taken_from(words: Sequence[str]) -> TakenFlags:
     flags: list[str] = []
     left_out: dict[str, None] = {}
     paths = {MODEL: "", DRAFTER: ""}
-    for name, values in _options(words):
-        if name in _STANDS_FOR:
-            flags.append(_STANDS_FOR[name])
-        elif (known := _known(name, values)) is not None:
-            flags += [name, *known]
+    for name, values in _iterate_options(arguments):
+        if name in _REPLACEMENT_FLAGS:
+            flags.append(_REPLACEMENT_FLAGS[name])
+        elif (accepted := _accepted_values(name, values)) is not None:
+            flags += [name, *accepted]
         else:
-            left_out[name if _NAME.fullmatch(name) else _STRANGE] = None
+            left_out[name if _NAME_PATTERN.fullmatch(name) else _NOT_A_FLAG_TEXT] = None
         for names in paths:
             if name in names:
                 paths[names] = " ".join(values)
-    shown = [*left_out][:_SHOWN_MAX]
-    if len(left_out) > len(shown):
-        shown.append(f"{len(left_out) - len(shown)} more")
-    return TakenFlags(tuple(flags), tuple(shown), paths[MODEL], paths[DRAFTER])
+    shown_names = [*left_out][:_MAX_SHOWN_NAMES]
+    if len(left_out) > len(shown_names):
+        shown_names.append(f"{len(left_out) - len(shown_names)} more")
+    return AcceptedFlags(tuple(flags), tuple(shown_names), paths[MODEL], paths[DRAFTER])
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _iterate_options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yields each flag with its values."""
     name, values = "", list[str]()
-    for word in words:
-        if not word.startswith("--"):
-            values.append(word)
+    for argument in arguments:
+        if not argument.startswith("--"):
+            values.append(argument)
             continue
         if name:
             yield name, values
-        name, is_joined, value = word.partition("=")
-        values = [value] if is_joined else []
+        name, has_equals_sign, value = argument.partition("=")
+        values = [value] if has_equals_sign else []
     if name:
         yield name, values
 
 
-def _known(name: str, values: list[str]) -> list[str] | None:
+def _accepted_values(name: str, values: list[str]) -> list[str] | None:
     """Returns the values of a flag that is used, None for any other flag."""
-    if name in _SWITCHES:
+    if name in _SWITCH_FLAGS:
         return _require(name, values, not values)
-    if name in _LISTS:
-        sizes = [_number(name, value, _BATCH) for value in values]
+    if name in _LIST_FLAGS:
+        sizes = [_parse_number(name, value, _BATCH) for value in values]
         return _require(name, sizes, 0 < len(sizes) <= _BATCH[1])
-    if name in _NUMBERS:
+    if name in _NUMBER_FLAGS:
         _require(name, values, len(values) == 1)
-        return [_number(name, values[0], _NUMBERS[name])]
-    if name in _WORDS:
-        return _require(name, values, len(values) == 1 and _WORDS[name].fullmatch(values[0]))
+        return [_parse_number(name, values[0], _NUMBER_FLAGS[name])]
+    if name in _WORD_FLAGS:
+        return _require(name, values, len(values) == 1 and _WORD_FLAGS[name].fullmatch(values[0]))
     return None
 
 
-def _number(name: str, value: str, limits: tuple[int, int]) -> str:
-    count = _COUNT.fullmatch(value)
+def _parse_number(name: str, value: str, limits: tuple[int, int]) -> str:
+    count = _COUNT_PATTERN.fullmatch(value)
     if count is not None:
         number = int(count[1]) * _MULTIPLES[count[2]]
     else:
-        _require(name, [value], _NUMBER.fullmatch(value))
+        _require(name, [value], _NUMBER_PATTERN.fullmatch(value))
         number = int(value)
     _require(name, [value], limits[0] <= number <= limits[1])
     return str(number)
 
 
-def _require(name: str, values: list[str], is_so: object) -> list[str]:
-    if not is_so:
+def _require(name: str, values: list[str], is_valid: object) -> list[str]:
+    if not is_valid:
         raise InputError(f"{name} has {ascii(' '.join(values))[:80]}, which cannot be its value")
     return values

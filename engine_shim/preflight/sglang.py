@@ -12,17 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from engine_shim.common.checks import Check, checked, protobuf_check
+from engine_shim.common.checks import Check, make_check, protobuf_check
 from engine_shim.common.errors import PluginError
 from engine_shim.preflight.verdict import (
-    SIDECAR,
+    DEFAULT_SIDECAR,
     Drafter,
     InputError,
     Memory,
     Verdict,
-    flags_behind,
-    parsing,
-    variables_of,
+    environment_variables,
+    raise_input_errors,
+    strip_launcher,
 )
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.plugin import SIDECAR_VARIABLE
@@ -44,26 +44,26 @@ _LAUNCHERS: Final = (
 class _Engine(NamedTuple):
     """An engine whose flags were resolved.
 
-    has_block: it has a DFlash drafter.  alone: DFlash is its only drafter.  asked_tokens: the
-    user's value of --speculative-num-draft-tokens.
+    has_dflash: it has a DFlash drafter.  is_dflash_only: DFlash is its only drafter.
+    requested_draft_tokens: the user's value of --speculative-num-draft-tokens.
     """
 
     args: ServerArgs
     settings: PluginSettings
-    has_block: bool
-    alone: bool
+    has_dflash: bool
+    is_dflash_only: bool
     algorithm: str
-    asked_tokens: int | None
+    requested_draft_tokens: int | None
 
     @property
     def view(self) -> Any:
         """Returns SGLang's view of the arguments."""
-        return sglang_api.resolving(self.args)
+        return sglang_api.resolving_args(self.args)
 
     @property
-    def block(self) -> tuple[str, str | None]:
+    def dflash_source(self) -> tuple[str, str | None]:
         """Returns the path and the revision of the DFlash drafter."""
-        if self.alone:
+        if self.is_dflash_only:
             view = self.view
             return view.speculative_draft_model_path, view.speculative_draft_model_revision
         return self.settings.dflash_model_path, self.settings.dflash_revision or None
@@ -81,88 +81,93 @@ def verdict(flags: Sequence[str]) -> Verdict:
             "environment, where the shim is installed too"
         )
     # The plugin is off without it.
-    os.environ[SIDECAR_VARIABLE] = os.environ.get(SIDECAR_VARIABLE) or SIDECAR
+    os.environ[SIDECAR_VARIABLE] = os.environ.get(SIDECAR_VARIABLE) or DEFAULT_SIDECAR
     from engine_shim.sglang.api.settings import load_settings
 
     settings = load_settings()
-    first = settings.version_check("SGLang", version, versions.TESTED)
-    if first.obstacle:
-        return Verdict("SGLang", version, (first,))
-    begun = (first, protobuf_check())
-    if begun[-1].obstacle:
-        return Verdict("SGLang", version, begun)
+    version_check = settings.version_check("SGLang", version, versions.TESTED)
+    if version_check.obstacle:
+        return Verdict("SGLang", version, (version_check,))
+    initial_checks = (version_check, protobuf_check())
+    if initial_checks[-1].obstacle:
+        return Verdict("SGLang", version, initial_checks)
     try:
-        return _of_known_version(version, settings, begun, flags)
+        return _verdict_of_known_version(version, settings, initial_checks, flags)
     except ImportError as error:
         raise InputError(f"SGLang {version} cannot be imported here: {error}") from error
 
 
-def _of_known_version(
-    version: str, settings: PluginSettings, begun: Sequence[Check], flags: Sequence[str]
+def _verdict_of_known_version(
+    version: str, settings: PluginSettings, initial_checks: Sequence[Check], flags: Sequence[str]
 ) -> Verdict:
     from sglang.srt.plugins import load_plugins
 
-    from engine_shim.sglang.server_args import kind_checks, wish_checks
+    from engine_shim.sglang.server_args import checkpoint_kind_checks, requested_flag_checks
 
     load_plugins()
-    args, assumed = _parsed(flags)
-    view = sglang_api.resolving(args)
-    alone = sglang_api.is_dflash_only(view)
+    args, is_cuda_assumed = _parse_flags(flags)
+    view = sglang_api.resolving_args(args)
+    is_dflash_only = sglang_api.is_dflash_only(view)
     engine = _Engine(
-        args, settings, alone or settings.dflash_model_path != "", alone,
+        args, settings, is_dflash_only or settings.dflash_model_path != "", is_dflash_only,
         (view.speculative_algorithm or "").lower(), view.speculative_num_draft_tokens,
     )  # fmt: skip
     try:
-        kinds = kind_checks(view, settings)
+        kind_check_results = checkpoint_kind_checks(view, settings)
     except PluginError as error:
         raise InputError(str(error)) from error
-    checks = [*begun, _plugin_check(), *wish_checks(view, settings), *kinds]
-    if any(check.obstacle for check in kinds):
+    checks = [
+        *initial_checks,
+        _plugin_check(),
+        *requested_flag_checks(view, settings),
+        *kind_check_results,
+    ]
+    if any(check.obstacle for check in kind_check_results):
         # SGLang itself may fail on these flags.
         return Verdict("SGLang", version, tuple(checks))
     is_resolved = not any(check.obstacle for check in checks)
-    checks += _resolution(engine, is_resolved=is_resolved)
+    checks += _resolve_and_check(engine, is_resolved=is_resolved)
     if not is_resolved:
         return Verdict("SGLang", version, tuple(checks))
     checks += _checkpoint_checks(engine)
-    found = Verdict("SGLang", version, tuple(checks), _facts(view, assumed))
-    if not found.is_steered:
-        return found
+    fact_verdict = Verdict("SGLang", version, tuple(checks), _facts(view, is_cuda_assumed))
+    if not fact_verdict.is_steered:
+        return fact_verdict
     drafters = _drafters(engine)
     return Verdict(
-        "SGLang", version, found.checks, found.facts, drafters, _memory(engine),
-        variables_of(settings, settings.gammas),
+        "SGLang", version, fact_verdict.checks, fact_verdict.facts, drafters, _memory(engine),
+        environment_variables(settings, settings.gammas),
     )  # fmt: skip
 
 
-def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
+def _parse_flags(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
     """Returns the arguments, and whether a CUDA device was assumed where no device was found."""
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.common import get_device
 
-    options = flags_behind(_LAUNCHERS, flags)
-    assumed = False
+    options = strip_launcher(_LAUNCHERS, flags)
+    is_cuda_assumed = False
     if not any(option.split("=")[0] == "--device" for option in options):
         try:
             get_device()
         except RuntimeError:
-            assumed = True
+            is_cuda_assumed = True
             options += ["--device", "cuda"]
     try:
-        with parsing("SGLang"):
-            return prepare_server_args(options), assumed
+        with raise_input_errors("SGLang"):
+            return prepare_server_args(options), is_cuda_assumed
     except InputError:
         raise
     except Exception as error:
         # SGLang reads files of the user here, and may raise any error.
-        raise InputError(f"SGLang: {_reason(error)}") from error
+        raise InputError(f"SGLang: {_error_text(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Returns an error of SGLang on one line, with its type unless it is a plain input error."""
-    words = " ".join(str(error).split())
-    own = isinstance(error, ValueError | OSError) and words
-    return words if own else f"{type(error).__name__}: {words}"
+    message = " ".join(str(error).split())
+    is_plain_error = isinstance(error, ValueError | OSError) and message
+    return message if is_plain_error else f"{type(error).__name__}: {message}"
 
 
 def _plugin_check() -> Check:
@@ -170,7 +175,7 @@ def _plugin_check() -> Check:
 
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     missing = not hook_check.registered_targets()
-    return checked(
+    return make_check(
         "plugin",
         "not loaded" if missing else "loaded",
         {
@@ -184,7 +189,7 @@ def _plugin_check() -> Check:
     )
 
 
-def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
+def _resolve_and_check(engine: _Engine, *, is_resolved: bool) -> list[Check]:
     """Lets SGLang resolve the arguments; returns the checks of the result.  Raises InputError.
 
     is_resolved: earlier checks have no obstacle, so SGLang reaches its speculation step.
@@ -198,72 +203,81 @@ def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
         refusal = str(error)
     except Exception as error:
         # As above.
-        raise InputError(f"SGLang refuses these flags itself: {_reason(error)}") from error
-    found = list(flag_checks(engine.args, engine.settings, has_block=engine.has_block))
+        raise InputError(f"SGLang refuses these flags itself: {_error_text(error)}") from error
+    check_results = list(flag_checks(engine.args, engine.settings, has_block=engine.has_dflash))
     if is_resolved:
-        found += resolution_checks(engine.args, engine.settings)
-        if refusal and refusal not in {check.refusal for check in found}:
-            found.append(Check("the start", "refused", refusal))
-    return found
+        check_results += resolution_checks(engine.args, engine.settings)
+        if refusal and refusal not in {check.refusal for check in check_results}:
+            check_results.append(Check("the start", "refused", refusal))
+    return check_results
 
 
 def _checkpoint_checks(engine: _Engine) -> list[Check]:
     """Checks the drafters' configurations, the key of request classes, and online updates."""
     from engine_shim.sglang.drafters.drafter_fit import drafter_checks
 
-    found = list(drafter_checks(engine.args, engine.settings))
-    if engine.has_block and not any(check.obstacle for check in found):
-        path, _ = engine.block
-        found.append(_checked_by("block of DFlash", path, lambda: _block_obstacle(engine, path)))
+    check_results = list(drafter_checks(engine.args, engine.settings))
+    if engine.has_dflash and not any(check.obstacle for check in check_results):
+        path, _ = engine.dflash_source
+        check_results.append(
+            _run_check("block of DFlash", path, lambda: _dflash_obstacle(engine, path))
+        )
     if engine.settings.class_key_file:
-        found.append(_key_check(engine.settings.class_key_file))
+        check_results.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
-        from engine_shim.sglang.learning.learning_steps import refused_device
+        from engine_shim.sglang.learning.learning_steps import unsupported_device_reason
 
-        refused = refused_device(engine.view.device, several=engine.view.tp_size > 1)
-        found.append(Check("online updates", "on", refused))
-    return found
+        device_reason = unsupported_device_reason(
+            engine.view.device, has_other_ranks=engine.view.tp_size > 1
+        )
+        check_results.append(Check("online updates", "on", device_reason))
+    return check_results
 
 
 def _key_check(file: str) -> Check:
-    from engine_shim.sglang.request_wishes import read_key
+    from engine_shim.sglang.request_options import read_key
 
-    def read() -> str:
+    def read_or_raise() -> str:
         read_key(file)
         return ""
 
-    return _checked_by("key of request classes", file, read)
+    return _run_check("key of request classes", file, read_or_raise)
 
 
-def _checked_by(topic: str, found: str, obstacle: Callable[[], str]) -> Check:
+def _run_check(topic: str, actual: str, find_obstacle: Callable[[], str]) -> Check:
     try:
-        return Check(topic, found, obstacle())
+        return Check(topic, actual, find_obstacle())
     except PluginError as error:
-        return Check(topic, found, str(error))
+        return Check(topic, actual, str(error))
     except (ValueError, OSError, KeyError, AttributeError) as error:
-        return Check(topic, found, f"its configuration cannot be read: {error}")
+        return Check(topic, actual, f"its configuration cannot be read: {error}")
 
 
-def _block_config(engine: _Engine) -> Any:
+def _dflash_config(engine: _Engine) -> Any:
     from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
 
-    return draft_config(engine.args, *engine.block)
+    return draft_config(engine.args, *engine.dflash_source)
 
 
-def _block_obstacle(engine: _Engine, path: str) -> str:
+def _dflash_obstacle(engine: _Engine, path: str) -> str:
     from engine_shim.sglang.drafters import dflash_checkpoint
 
-    size = dflash_checkpoint.block_size(_block_config(engine))
+    size = dflash_checkpoint.block_size(_dflash_config(engine))
     return (
-        dflash_checkpoint.no_room(size, engine.settings.gammas[-1] + 1)
-        or (engine.alone and dflash_checkpoint.other_width(engine.asked_tokens, size))
-        or dflash_checkpoint.trained_mask(path)
+        dflash_checkpoint.block_too_large_reason(size, engine.settings.gammas[-1] + 1)
+        or (
+            engine.is_dflash_only
+            and dflash_checkpoint.block_size_mismatch_reason(engine.requested_draft_tokens, size)
+        )
+        or dflash_checkpoint.trained_mask_reason(path)
     )
 
 
-def _facts(view: Any, assumed: bool) -> dict[str, str]:
+def _facts(view: Any, is_cuda_assumed: bool) -> dict[str, str]:
     """Returns properties that are not an obstacle, whatever their value is."""
-    device = f"{view.device}, assumed because none was found here" if assumed else view.device
+    device = (
+        f"{view.device}, assumed because none was found here" if is_cuda_assumed else view.device
+    )
     return {
         "tensor parallelism": str(view.tp_size),
         "overlap schedule": "off" if view.disable_overlap_schedule else "on",
@@ -274,42 +288,51 @@ def _facts(view: Any, assumed: bool) -> dict[str, str]:
 
 def _drafters(engine: _Engine) -> tuple[Drafter, ...]:
     """Returns the drafters as the engine would introduce them."""
-    from engine_shim.sglang.drafters.dflash_checkpoint import block_size, lengths_of_block
+    from engine_shim.sglang.drafters.dflash_checkpoint import block_draft_lengths, block_size
     from engine_shim.sglang.engine_description import DFLASH_NAME, add_lookup
     from speculation.v1 import engine_pb2
 
     gammas = engine.settings.gammas
-    blocks = lengths_of_block(gammas, block_size(_block_config(engine))) if engine.has_block else ()
-    own = blocks if engine.alone else gammas
+    dflash_gammas = (
+        block_draft_lengths(gammas, block_size(_dflash_config(engine))) if engine.has_dflash else ()
+    )
+    main_gammas = dflash_gammas if engine.is_dflash_only else gammas
     spec = engine_pb2.EngineSpec()
     spec.drafters.add(
-        name=engine.algorithm, gammas=own, model=engine.view.speculative_draft_model_path or ""
+        name=engine.algorithm,
+        gammas=main_gammas,
+        model=engine.view.speculative_draft_model_path or "",
     )
-    if engine.has_block and not engine.alone:
-        lengths = [gamma for gamma in blocks if gamma]
+    if engine.has_dflash and not engine.is_dflash_only:
+        positive_dflash_gammas = [gamma for gamma in dflash_gammas if gamma]
         path = engine.settings.dflash_model_path
-        spec.drafters.add(name=DFLASH_NAME, gammas=lengths, model=path)
+        spec.drafters.add(name=DFLASH_NAME, gammas=positive_dflash_gammas, model=path)
     if engine.settings.lookup:
         add_lookup(spec)
-    return tuple(Drafter(one.name, tuple(one.gammas), one.model) for one in spec.drafters)
+    return tuple(
+        Drafter(drafter.name, tuple(drafter.gammas), drafter.model) for drafter in spec.drafters
+    )
 
 
 def _memory(engine: _Engine) -> Memory:
-    from engine_shim.preflight.memory import page, share_of
+    from engine_shim.preflight.memory import memory_share_text, prediction_page
     from engine_shim.sglang.server_args import SteeredConfiguration
 
-    prediction = SteeredConfiguration(engine.settings).predict(engine.args)
-    share = share_of(engine.args)
+    prediction = SteeredConfiguration(engine.settings).predict_memory(engine.args)
+    share = memory_share_text(engine.args)
     values: dict[str, Any] = {
-        "total_mib": prediction.total,
-        "start": prediction.start,
-        "attention_backends": prediction.shape.names,
-        "is_exact": prediction.shape.exact,
-        "lengths": [asdict(row) | {"total": row.total} for row in prediction.reserves],
-        "parts": dict(prediction.parts),
+        "total_mib": prediction.total_mib,
+        "start": prediction.start_gamma,
+        "attention_backends": prediction.shape.description,
+        "is_exact": prediction.shape.is_exact,
+        "lengths": [asdict(row) | {"total": row.total_mib} for row in prediction.reserves],
+        "parts": dict(prediction.parts_mib),
     }
-    lines = [*page(prediction, share).splitlines(), f"Together: {prediction.total:.1f} MiB"]
-    if engine.has_block and not engine.alone:
+    lines = [
+        *prediction_page(prediction, share).splitlines(),
+        f"Together: {prediction.total_mib:.1f} MiB",
+    ]
+    if engine.has_dflash and not engine.is_dflash_only:
         second = _second_drafter(engine)
         values["second_drafter"] = second
         lines += _second_drafter_lines(second)
@@ -320,18 +343,18 @@ def _second_drafter(engine: _Engine) -> dict[str, Any]:
     """Calculates the memory per rank of a DFlash drafter beside the engine's own drafter."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    config, target = _block_config(engine), model_config_of(engine.args)
+    config, target = _dflash_config(engine), model_config_of(engine.args)
     files = sorted(Path(engine.settings.dflash_model_path).glob("*.safetensors"))
     layers = int(config.num_hidden_layers)
-    heads, size = int(config.get_num_kv_heads(engine.view.tp_size)), int(config.head_dim)
-    width = 1 if engine.view.kv_cache_dtype.startswith("fp8") else target.dtype.itemsize
+    heads, head_dim = int(config.get_num_kv_heads(engine.view.tp_size)), int(config.head_dim)
+    bytes_per_value = 1 if engine.view.kv_cache_dtype.startswith("fp8") else target.dtype.itemsize
     return {
         "weights_mib": sum(file.stat().st_size for file in files) / _MIB if files else None,
         "layers": layers,
         "kv_heads": heads,
-        "head_dim": size,
-        "cache_bytes_per_number": width,
-        "cache_bytes_per_token": 2 * layers * heads * size * width,
+        "head_dim": head_dim,
+        "cache_bytes_per_number": bytes_per_value,
+        "cache_bytes_per_token": 2 * layers * heads * head_dim * bytes_per_value,
     }
 
 

@@ -13,13 +13,13 @@ from engine_shim.common.checks import Check
 from engine_shim.common.settings import ShimSettings
 
 # The sidecar's socket in the documents.
-SIDECAR: Final = "unix:/run/speculation/controller.sock"
+DEFAULT_SIDECAR: Final = "unix:/run/speculation/controller.sock"
 
-_ONLY_AT_THE_START: Final = (
+_START_CHECK_NOTE: Final = (
     "Only the start itself shows whether every hook takes effect in the engine's package, and "
     "whether the drafter drafts. If something is missing, the engine does not start and names it."
 )
-_LEFT_OUT: Final = (
+_LEFT_OUT_NOTE: Final = (
     "They are not taken from a running engine, because they may name code, files or secrets. Give "
     "those that matter after `--`."
 )
@@ -74,9 +74,9 @@ class Verdict:
         return not any(check.obstacle for check in self.checks)
 
     @property
-    def starts(self) -> bool:
+    def engine_starts(self) -> bool:
         """Whether the engine starts, possibly without a gain."""
-        return all(check.starts for check in self.checks if check.obstacle)
+        return all(check.engine_starts for check in self.checks if check.obstacle)
 
     def document(self) -> dict[str, Any]:
         """Returns the verdict in plain values."""
@@ -88,13 +88,13 @@ class Verdict:
             "engine_version": self.version,
             "checks": [
                 {
-                    "topic": one.topic,
-                    "found": one.found,
-                    "obstacle": one.obstacle,
-                    "starts": one.starts,
-                    "advice": one.advice,
+                    "topic": check.topic,
+                    "found": check.actual,
+                    "obstacle": check.obstacle,
+                    "starts": check.engine_starts,
+                    "advice": check.advice,
                 }
-                for one in self.checks
+                for check in self.checks
             ],
             "facts": dict(self.facts),
             "drafters": [asdict(drafter) for drafter in self.drafters],
@@ -105,38 +105,40 @@ class Verdict:
 
 
 @contextlib.contextmanager
-def parsing(engine: str) -> Iterator[None]:
+def raise_input_errors(engine: str) -> Iterator[None]:
     """Raises InputError if the engine's parser, inside the block, exits because of a bad flag."""
-    said = io.StringIO()
+    stderr_output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr_output):
             yield
     except SystemExit as error:
         # argparse prints all options before its reason.
-        last = said.getvalue().strip().splitlines()[-1:]
-        raise InputError(f"{engine}: {last[0] if last else 'no flags'}") from error
+        last_line = stderr_output.getvalue().strip().splitlines()[-1:]
+        raise InputError(f"{engine}: {last_line[0] if last_line else 'no flags'}") from error
 
 
-def flags_behind(launchers: Iterable[Sequence[str]], words: Sequence[str]) -> list[str]:
+def strip_launcher(launchers: Iterable[Sequence[str]], arguments: Sequence[str]) -> list[str]:
     """Returns the flags of a command line, without the launch command if it begins with one."""
     for launcher in launchers:
-        if list(words[: len(launcher)]) == list(launcher):
-            return list(words[len(launcher) :])
-    return list(words)
+        if list(arguments[: len(launcher)]) == list(launcher):
+            return list(arguments[len(launcher) :])
+    return list(arguments)
 
 
-def variables_of(settings: ShimSettings, gammas: tuple[int, ...]) -> dict[str, str]:
+def environment_variables(settings: ShimSettings, gammas: tuple[int, ...]) -> dict[str, str]:
     """Returns the SPECULATION_* variables for which this verdict holds.
 
     These are the variables that are set, and the two that an engine needs.  gammas: draft lengths
     that the engine prepares.
     """
-    found = {name: getattr(settings, name) for name in sorted(settings.model_fields_set)}
-    found = {"sidecar": SIDECAR, "gammas": gammas} | {k: v for k, v in found.items() if v != ""}
-    return {f"SPECULATION_{name.upper()}": _text(value) for name, value in found.items()}
+    values = {name: getattr(settings, name) for name in sorted(settings.model_fields_set)}
+    values = {"sidecar": DEFAULT_SIDECAR, "gammas": gammas} | {
+        k: v for k, v in values.items() if v != ""
+    }
+    return {f"SPECULATION_{name.upper()}": _format_value(value) for name, value in values.items()}
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{key}:{limit}" for key, limit in value.items())
     if isinstance(value, tuple):
@@ -144,7 +146,7 @@ def _text(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def page(verdict: Verdict, width: int) -> str:
+def render_text(verdict: Verdict, width: int) -> str:
     """Formats a verdict as text.
 
     width: columns of the terminal; a path or an option is not broken, and may exceed the width.
@@ -152,64 +154,69 @@ def page(verdict: Verdict, width: int) -> str:
     return "\n".join(_lines(verdict, max(40, width))) + "\n"
 
 
-def printable(words: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Replaces characters of a foreign text that could control a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _lines(verdict: Verdict, width: int) -> Iterator[str]:
-    would = "would be steered" if verdict.is_steered else "would not be steered"
-    if verdict.starts and not verdict.is_steered:
-        would = "would start, and gain nothing from its drafter"
-    yield from _wrapped(f"{verdict.engine} {verdict.version}: this engine {would}.", "", width)
+    conclusion = "would be steered" if verdict.is_steered else "would not be steered"
+    if verdict.engine_starts and not verdict.is_steered:
+        conclusion = "would start, and gain nothing from its drafter"
+    yield from _wrap_line(
+        f"{verdict.engine} {verdict.version}: this engine {conclusion}.", "", width
+    )
     if verdict.left_out:
-        yield from _wrapped(f"Ignored flags: {', '.join(verdict.left_out)}. {_LEFT_OUT}", "", width)
+        yield from _wrap_line(
+            f"Ignored flags: {', '.join(verdict.left_out)}. {_LEFT_OUT_NOTE}", "", width
+        )
     yield ""
     topics = [*(check.topic for check in verdict.checks), *verdict.facts]
-    column = max(map(len, topics))
+    topic_width = max(map(len, topics))
     for check in verdict.checks:
-        yield from _check_lines(check, column, width)
-    for topic, found in verdict.facts.items():
-        yield from _wrapped(f"yes  {topic:{column}}  {found}", " " * (column + 7), width)
+        yield from _check_lines(check, topic_width, width)
+    for topic, fact in verdict.facts.items():
+        yield from _wrap_line(f"yes  {topic:{topic_width}}  {fact}", " " * (topic_width + 7), width)
     if not verdict.is_steered:
         return
     yield ""
     yield "It would steer"
-    names = max((len(drafter.name) for drafter in verdict.drafters), default=0)
+    name_width = max((len(drafter.name) for drafter in verdict.drafters), default=0)
     for drafter in verdict.drafters:
         lengths = ",".join(map(str, drafter.gammas))
-        yield printable(f"  {drafter.name:{names}}  draft lengths {lengths}")
+        yield replace_unprintable(f"  {drafter.name:{name_width}}  draft lengths {lengths}")
     if verdict.memory is not None:
         yield ""
         yield "Memory"
         for line in verdict.memory.lines:
-            yield from _wrapped(f"  {line}", "  ", width)
+            yield from _wrap_line(f"  {line}", "  ", width)
     yield ""
     yield "In the engine's environment"
     for name, value in verdict.variables.items():
-        yield printable(f"  {name}={value}")
+        yield replace_unprintable(f"  {name}={value}")
     yield ""
-    yield from _wrapped(_ONLY_AT_THE_START, "", width)
+    yield from _wrap_line(_START_CHECK_NOTE, "", width)
 
 
-def _check_lines(check: Check, column: int, width: int) -> Iterator[str]:
+def _check_lines(check: Check, topic_width: int, width: int) -> Iterator[str]:
     answer = "no" if check.obstacle else "yes"
-    yield from _wrapped(
-        f"{answer:3}  {check.topic:{column}}  {check.found}", " " * (column + 7), width
+    yield from _wrap_line(
+        f"{answer:3}  {check.topic:{topic_width}}  {check.actual}", " " * (topic_width + 7), width
     )
     if check.obstacle:
-        yield from _wrapped(f"     -> {check.obstacle}", " " * 8, width)
+        yield from _wrap_line(f"     -> {check.obstacle}", " " * 8, width)
     if check.advice:
-        yield from _wrapped(f"     !  {check.advice}", " " * 8, width)
+        yield from _wrap_line(f"     !  {check.advice}", " " * 8, width)
 
 
-def _wrapped(line: str, indent: str, width: int) -> list[str]:
+def _wrap_line(line: str, indent: str, width: int) -> list[str]:
     """Breaks a line between words only, so that paths and options can be copied."""
-    plain = printable(line)
-    if len(plain) <= width:
-        return [plain.rstrip()]
+    printable_line = replace_unprintable(line)
+    if len(printable_line) <= width:
+        return [printable_line.rstrip()]
     # The blanks before the first word are kept.
     return textwrap.wrap(
-        plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+        printable_line, width, subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False,
         drop_whitespace=True, replace_whitespace=False,
     )  # fmt: skip

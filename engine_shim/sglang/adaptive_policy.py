@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.common.status import log_source
-from engine_shim.link.plan_follower import StepChoice, safe_choice
+from engine_shim.common.status import log_source_change
+from engine_shim.link.plan_follower import StepChoice, make_safe_default
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.settings import load_settings
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     ChainBuffers = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
-_STEPS: Final = "speculative_num_steps"
-_TOKENS: Final = "speculative_num_draft_tokens"
+_STEPS_FIELD: Final = "speculative_num_steps"
+_TOKENS_FIELD: Final = "speculative_num_draft_tokens"
 
 
 class SteeredPolicy:
@@ -38,7 +38,7 @@ class SteeredPolicy:
         settings = load_settings()
         self._gammas = settings.gammas
         self.startup_gamma = initial_steps
-        self.choice = safe_choice(initial_steps)
+        self.choice = make_safe_default(initial_steps)
 
     @property
     def candidate_steps(self) -> list[int]:
@@ -52,10 +52,10 @@ class SteeredPolicy:
         """Always returns None, which means all sizes: no capture reads a limit from here."""
         return None
 
-    def run(self, choice: StepChoice) -> None:
+    def set_choice(self, choice: StepChoice) -> None:
         """Sets the choice of the decode step that begins now; logs a change of its source."""
         if choice.source is not self.choice.source:
-            log_source(self.choice.source, choice.source)
+            log_source_change(self.choice.source, choice.source)
         self.choice = choice
 
     def get_steps_for_batch(self, batch_size: int) -> int:
@@ -75,7 +75,7 @@ class RuntimeSwitch:
     def __init__(self) -> None:
         self._chain_buffers: dict[int, ChainBuffers] = {}
         self._spec: Any = None
-        self._logged: dict[str, int] = {}
+        self._logged_overrides: dict[str, int] = {}
 
     def prepare(self, worker: Any, gammas: tuple[int, ...]) -> None:
         """Builds the constant tensors of every draft length, and leaves the worker unchanged."""
@@ -119,14 +119,14 @@ class RuntimeSwitch:
         target = worker._target_worker.model_runner
         target.attn_backend = state.target_attn_backend
         target.decode_cuda_graph_runner = state.target_graph_runner
-        self._publish(gamma, tokens)
+        self._publish_draft_length(gamma, tokens)
 
     def _use_chain_buffers(self, draft: Any, gamma: int) -> None:
         parents, scores = self._chain_buffers[gamma]
         draft._topk1_parents_prealloc = parents
         draft._topk1_score_indices_prealloc = scores
 
-    def _publish(self, gamma: int, tokens: int) -> None:
+    def _publish_draft_length(self, gamma: int, tokens: int) -> None:
         """Writes both values into SGLang's configuration.
 
         The first call uses SGLang's `override`, which adds a log entry.  Later calls update that
@@ -136,10 +136,12 @@ class RuntimeSwitch:
             from sglang.srt.runtime_context import get_context, get_spec
 
             context: Any = get_context()
-            context.override(sglang_api.SWITCH_SOURCE, **{_STEPS: gamma, _TOKENS: tokens})
-            self._logged = context._overrides_log[-1][1]
+            context.override(
+                sglang_api.SWITCH_SOURCE, **{_STEPS_FIELD: gamma, _TOKENS_FIELD: tokens}
+            )
+            self._logged_overrides = context._overrides_log[-1][1]
             self._spec = get_spec()
             return
-        self._spec._set(_STEPS, gamma)
-        self._spec._set(_TOKENS, tokens)
-        self._logged[_STEPS], self._logged[_TOKENS] = gamma, tokens
+        self._spec._set(_STEPS_FIELD, gamma)
+        self._spec._set(_TOKENS_FIELD, tokens)
+        self._logged_overrides[_STEPS_FIELD], self._logged_overrides[_TOKENS_FIELD] = gamma, tokens

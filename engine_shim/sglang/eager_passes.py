@@ -29,7 +29,7 @@ class Passes(IntFlag):
     @property
     def names(self) -> list[str]:
         """Returns the names as the status shows them."""
-        return [str(one.name).lower() for one in self]
+        return [str(pass_kind.name).lower() for pass_kind in self]
 
 
 NO_PASSES = Passes(0)
@@ -41,14 +41,14 @@ class EagerPasses:
 
     captured: the passes that have graphs.  missing: the passes that the engine runs without having
     graphs for them; they are eager in every step, so the step's cost includes that.  counts: steps
-    with an eager pass of a kind that has graphs.  seen: the drafters' eager passes of the current
-    step; the caller clears it before each step.
+    with an eager pass of a kind that has graphs.  step_passes: the drafters' eager passes of the
+    current step; the caller clears it before each step.
     """
 
     captured: Passes = NO_PASSES
     missing: Passes = NO_PASSES
     counts: Counter[Passes] = field(default_factory=Counter)
-    seen: Passes = field(default=NO_PASSES, init=False)
+    step_passes: Passes = field(default=NO_PASSES, init=False)
 
     def watch_chain(self, runner: Any) -> None:
         """Watches the `ModelRunner` of an EAGLE drafter.
@@ -57,31 +57,31 @@ class EagerPasses:
         passes only, and for prefills and catch-ups, which have no graph by design.
         """
 
-        def note(forward_batch: Any, _: Any) -> None:
+        def record_pass(forward_batch: Any, _: Any) -> None:
             mode = forward_batch.forward_mode
             if mode.is_decode():
-                self.seen |= Passes.DRAFT
+                self.step_passes |= Passes.DRAFT
             elif mode.is_draft_extend_v2():
-                self.seen |= Passes.DRAFT_EXTEND
+                self.step_passes |= Passes.DRAFT_EXTEND
 
-        _after_forward(runner, note)
+        _observe_forward(runner, record_pass)
 
     def watch_block(self, runner: Any) -> None:
         """Watches the `ModelRunner` of a DFlash drafter, whose output says how a block ran."""
 
-        def note(_: Any, output: Any) -> None:
+        def record_pass(_: Any, output: Any) -> None:
             if not output.can_run_graph:
-                self.seen |= Passes.BLOCK
+                self.step_passes |= Passes.BLOCK
 
-        _after_forward(runner, note)
+        _observe_forward(runner, record_pass)
 
     def count(self, eager: Passes) -> bool:
         """Counts a step's eager passes; returns whether one of them has graphs."""
         if not eager:
             return False
         fallbacks = eager & self.captured
-        for one in fallbacks:
-            self.counts[one] += 1
+        for pass_kind in fallbacks:
+            self.counts[pass_kind] += 1
         return bool(fallbacks)
 
     def log(self) -> None:
@@ -99,50 +99,52 @@ class EagerPasses:
         return {"steps": steps, "without_graphs": self.missing.names}
 
 
-def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
+def watch_drafters(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
     """Makes the `EagerPasses` of an `EAGLEWorkerV2`.
 
     states: its `SpecRuntimeState` of every draft length.  block: its `DFlashDrafter`, if any.
     """
     states = tuple(states)
-    drafts = block if block is not None and not block.over else None
+    active_block = block if block is not None and not block.failure_reason else None
     runner = worker.draft_worker.draft_runner
     has_chain = block is None or block.runner is not runner
-    runs = Passes.VERIFICATION
-    captured = _if(any(state.target_graph_runner for state in states), Passes.VERIFICATION)
+    executed = Passes.VERIFICATION
+    captured = _passes_if(any(state.target_graph_runner for state in states), Passes.VERIFICATION)
     if has_chain:
         # A single draft token is an output of the preceding draft-extend.
-        runs |= _if(any(state.speculative_num_steps > 1 for state in states), Passes.DRAFT)
-        runs |= Passes.DRAFT_EXTEND
-        captured |= _if(any(state.cuda_graph_runner for state in states), Passes.DRAFT)
-        extends = any(state.cuda_graph_runner_for_draft_extend for state in states)
-        captured |= _if(extends, Passes.DRAFT_EXTEND)
-    if drafts is not None:
-        runs |= Passes.BLOCK
-        graphs = getattr(drafts.runner.decode_cuda_graph_runner, "capture_bs", None)
-        captured |= _if(bool(graphs), Passes.BLOCK)
+        executed |= _passes_if(
+            any(state.speculative_num_steps > 1 for state in states), Passes.DRAFT
+        )
+        executed |= Passes.DRAFT_EXTEND
+        captured |= _passes_if(any(state.cuda_graph_runner for state in states), Passes.DRAFT)
+        has_extend_graphs = any(state.cuda_graph_runner_for_draft_extend for state in states)
+        captured |= _passes_if(has_extend_graphs, Passes.DRAFT_EXTEND)
+    if active_block is not None:
+        executed |= Passes.BLOCK
+        block_graphs = getattr(active_block.runner.decode_cuda_graph_runner, "capture_bs", None)
+        captured |= _passes_if(bool(block_graphs), Passes.BLOCK)
     # An engine without any graphs was started that way, so no graph counts as missing.
-    missing = runs & ~captured if captured & Passes.VERIFICATION else NO_PASSES
-    found = EagerPasses(captured if captured & Passes.VERIFICATION else NO_PASSES, missing)
-    if found.captured:
+    missing = executed & ~captured if captured & Passes.VERIFICATION else NO_PASSES
+    eager_passes = EagerPasses(captured if captured & Passes.VERIFICATION else NO_PASSES, missing)
+    if eager_passes.captured:
         if has_chain:
-            found.watch_chain(runner)
-        if drafts is not None:
-            found.watch_block(drafts.runner)
-    return found
+            eager_passes.watch_chain(runner)
+        if active_block is not None:
+            eager_passes.watch_block(active_block.runner)
+    return eager_passes
 
 
-def _if(condition: bool, found: Passes) -> Passes:
-    return found if condition else NO_PASSES
+def _passes_if(condition: bool, passes: Passes) -> Passes:
+    return passes if condition else NO_PASSES
 
 
-def _after_forward(runner: Any, note: Callable[[Any, Any], None]) -> None:
-    """Calls `note` with the batch and the output after each pass of a `ModelRunner`."""
+def _observe_forward(runner: Any, record_pass: Callable[[Any, Any], None]) -> None:
+    """Calls `record_pass` with the batch and the output after each pass of a `ModelRunner`."""
     original = runner.forward
 
     def forward(forward_batch: Any, *arguments: Any, **named: Any) -> Any:
         output = original(forward_batch, *arguments, **named)
-        note(forward_batch, output)
+        record_pass(forward_batch, output)
         return output
 
     runner.forward = forward

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.common.process import default_engine_id, processor_name, revision_of
+from engine_shim.common.process import default_engine_id, hub_revision, processor_name
 from engine_shim.sglang.api import sglang_api, versions
-from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
+from engine_shim.sglang.drafters.dflash_checkpoint import block_draft_lengths
 from engine_shim.sglang.drafters.row_counts import Role
-from engine_shim.sglang.training.blocks import STEERED
+from engine_shim.sglang.training.blocks import STEERED_FAMILIES
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ DFLASH_NAME: Final = "dflash"
 LOOKUP_NAME: Final = "ngram"
 
 # In these, one stored number is one weight; other quantizations pack several into one.
-_PLAIN_QUANTIZATION = ("", "fp8")
+_UNPACKED_QUANTIZATIONS = ("", "fp8")
 
 _log = logging.getLogger(__name__)
 
 
-def introduce(
+def describe_engine(
     scheduler: Any,
     settings: PluginSettings,
     gammas: tuple[int, ...],
@@ -48,7 +48,7 @@ def introduce(
     can_update_online: bool = False,
     can_collect: bool = False,
     can_take_versions: bool = False,
-    second: DualDrafter | None = None,
+    second_drafter: DualDrafter | None = None,
     learner: int = 0,
     lost: Iterable[engine_pb2.LostCapability] = (),
 ) -> engine_pb2.EngineSpec:
@@ -63,7 +63,7 @@ def introduce(
         max_batch_size=scheduler.max_running_requests,
         capabilities=engine_pb2.Capabilities(
             can_sleep=can_sleep,
-            can_switch_drafter=second is not None,
+            can_switch_drafter=second_drafter is not None,
             can_update_online=can_update_online,
             can_collect=can_collect,
             can_take_versions=can_take_versions,
@@ -74,27 +74,27 @@ def introduce(
         lost=lost,
     )
     runners = [scheduler.draft_worker.draft_worker.draft_runner]
-    if second is not None:
+    if second_drafter is not None:
         spec.drafters.add(
             name=DFLASH_NAME,
             kind=engine_pb2.DRAFTER_KIND_DFLASH,
-            gammas=second.gammas,
-            model=second.model_path,
-            revision=revision_of(second.model_path, second.revision),
+            gammas=second_drafter.gammas,
+            model=second_drafter.model_path,
+            revision=hub_revision(second_drafter.model_path, second_drafter.revision),
         )
-        runners.append(second.block.runner)
+        runners.append(second_drafter.block.runner)
     if learner:
         spec.capabilities.learner = spec.drafters[learner].name
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
-    blocks = [sglang_api.dflash_only(scheduler.draft_worker.draft_worker)]
-    blocks += [] if second is None else [second.block]
+    blocks = [sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)]
+    blocks += [] if second_drafter is None else [second_drafter.block]
     for drafter, block in zip(spec.drafters, blocks, strict=True):
         if block is not None and drafter.HasField("shape"):
             drafter.shape.block_size = block.block_size
     return spec
 
 
-def learner_of(scheduler: Any, name: str, *, has_second: bool) -> int:
+def learner_index(scheduler: Any, name: str, *, has_second: bool) -> int:
     """Returns the index of the drafter with this name; "" means the engine's own.
 
     Raises UnsupportedEngineError for another name.
@@ -167,24 +167,24 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
     algorithm: str = scheduler.server_args.speculative_algorithm
     model: str = sglang_api.config_leaf("speculative_draft_model_path") or ""
     revision: str = sglang_api.config_leaf("speculative_draft_model_revision") or ""
-    block = sglang_api.dflash_only(scheduler.draft_worker.draft_worker)
+    block = sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)
     if block is not None:
-        gammas = lengths_of_block(gammas, block.block_size)
+        gammas = block_draft_lengths(gammas, block.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
-        kind=_kind(scheduler, has_block=block is not None),
+        kind=_drafter_kind(scheduler, has_block=block is not None),
         gammas=gammas,
         model=model,
-        revision=revision_of(model, revision),
+        revision=hub_revision(model, revision),
     )
 
 
-def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueType:
+def _drafter_kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueType:
     if has_block:
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
     architectures = getattr(getattr(model, "config", None), "architectures", None) or ()
-    is_sd2 = bool(STEERED.keys() & set(architectures))
+    is_sd2 = bool(STEERED_FAMILIES.keys() & set(architectures))
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 
@@ -212,81 +212,84 @@ def set_shapes(
     except Exception as error:  # noqa: BLE001  # an unknown model must not stop the engine
         _log.warning("the models' shapes stay unknown to the sidecar: %r", error)
         return
-    known = [shape for shape in shapes if shape is not None]
-    if target is None or len(known) < len(shapes):
+    known_shapes = [shape for shape in shapes if shape is not None]
+    if target is None or len(known_shapes) < len(shapes):
         return
     spec.shape.CopyFrom(target)
-    for drafter, shape in zip(spec.drafters, known, strict=True):
+    for drafter, shape in zip(spec.drafters, known_shapes, strict=True):
         drafter.shape.CopyFrom(shape)
 
 
 def _model_shape(runner: Any, ranks: int) -> engine_pb2.ModelShape | None:
     config = runner.model_config
-    attention = _attention(runner, ranks)
-    weights = _Weights(runner, ranks)
-    if attention is None or not weights.known or config.is_multimodal:
+    attention = _attention_shapes(runner, ranks)
+    weights = _WeightCounts(runner, ranks)
+    if attention is None or not weights.is_known or config.is_multimodal:
         return None
     return engine_pb2.ModelShape(
         hidden_size=config.hidden_size,
         vocabulary_size=config.vocab_size,
         attention=attention,
-        dense_params=weights.dense,
+        dense_params=weights.dense_params,
         experts=weights.experts,
-        bytes_per_weight=weights.bytes_each,
+        bytes_per_weight=weights.bytes_per_weight,
         bytes_per_kv=runner.kv_cache_dtype.itemsize,
     )
 
 
 def _drafter_shape(runner: Any, ranks: int) -> engine_pb2.DrafterShape | None:
-    attention, weights = _attention(runner, ranks), _Weights(runner, ranks)
-    if attention is None or not weights.known:
+    attention, weights = _attention_shapes(runner, ranks), _WeightCounts(runner, ranks)
+    if attention is None or not weights.is_known:
         return None
     # A head that is borrowed from the target or tied to the embedding is read in each pass, too.
-    head = weights.head or runner.model_config.hidden_size * runner.model_config.vocab_size
+    head = weights.head_params or runner.model_config.hidden_size * runner.model_config.vocab_size
     return engine_pb2.DrafterShape(
-        dense_params=weights.dense + head,
+        dense_params=weights.dense_params + head,
         experts=weights.experts,
-        bytes_per_weight=weights.bytes_each,
-        kv_bytes_per_token=runner.kv_cache_dtype.itemsize * sum(map(_cached, attention)),
+        bytes_per_weight=weights.bytes_per_weight,
+        kv_bytes_per_token=runner.kv_cache_dtype.itemsize
+        * sum(map(_cached_values_per_token, attention)),
     )
 
 
-class _Weights:
+class _WeightCounts:
     """Counts of a model's parameters by kind; `runner` holds one of `ranks` shares.
 
-    known: whether the counts are reliable.  dense: all parameters but embedding, head and routed
-    experts.  head: parameters of the LM head.
+    is_known: whether the counts are reliable.  dense_params: all parameters but embedding, head and
+    routed experts.  head_params: parameters of the LM head.
     """
 
     def __init__(self, runner: Any, ranks: int) -> None:
-        self.dense = self.head = number = size = 0
+        self.dense_params = self.head_params = weight_count = weight_bytes = 0
         self.experts: engine_pb2.ExpertShape | None = None
         moe: list[Any] = []
-        seen: set[int] = set()
+        counted_ids: set[int] = set()
         for module in runner.model.modules():
             kinds = {base.__name__ for base in type(module).__mro__}
-            own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-            seen.update(map(id, own))
-            count = ranks * sum(p.numel() for p in own)
+            parameters = [p for p in module.parameters(recurse=False) if id(p) not in counted_ids]
+            counted_ids.update(map(id, parameters))
+            count = ranks * sum(p.numel() for p in parameters)
             if "ParallelLMHead" in kinds:
-                self.head += count
+                self.head_params += count
                 continue
             if "VocabParallelEmbedding" in kinds:
                 continue
-            number += count
-            size += ranks * sum(p.numel() * p.element_size() for p in own)
+            weight_count += count
+            weight_bytes += ranks * sum(p.numel() * p.element_size() for p in parameters)
             if "FusedMoE" in kinds:
                 moe.append(module)
             else:
-                self.dense += count
-        self.bytes_each = size / number if number else 0.0
-        self.known = number > 0 and (runner.model_config.quantization or "") in _PLAIN_QUANTIZATION
+                self.dense_params += count
+        self.bytes_per_weight = weight_bytes / weight_count if weight_count else 0.0
+        self.is_known = (
+            weight_count > 0 and (runner.model_config.quantization or "") in _UNPACKED_QUANTIZATIONS
+        )
         if moe:
-            self.experts = _experts(moe, ranks)
-            self.known = self.known and self.experts is not None
+            self.experts = _expert_shape(moe, ranks)
+            self.is_known = self.is_known and self.experts is not None
 
 
-def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None:
+def _expert_shape(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None:
     """Describes MoE layers that are all alike; returns None when they differ."""
     kinds = {
         (
@@ -309,7 +312,7 @@ def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None
     )
 
 
-def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | None:
+def _attention_shapes(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | None:
     """Returns layers by kind; None if a layer caches anything but keys and values."""
     layers = {
         module.layer_id: module
@@ -326,11 +329,11 @@ def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | Non
             rope_dim=config.qk_rope_head_dim,
         )
         return [engine_pb2.AttentionShape(layers=len(layers), latent=latent)]
-    found: dict[tuple[int, int, int], int] = {}
+    layers_by_kind: dict[tuple[int, int, int], int] = {}
     for module in layers.values():
         heads = ranks * module.tp_q_head_num, ranks * module.tp_k_head_num
         kind = (*heads, module.head_dim)
-        found[kind] = found.get(kind, 0) + 1
+        layers_by_kind[kind] = layers_by_kind.get(kind, 0) + 1
     return [
         engine_pb2.AttentionShape(
             layers=count,
@@ -338,13 +341,13 @@ def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | Non
                 query_heads=query, kv_heads=kv, head_dim=dim
             ),
         )
-        for (query, kv, dim), count in found.items()
+        for (query, kv, dim), count in layers_by_kind.items()
     ]
 
 
-def _cached(layers: engine_pb2.AttentionShape) -> int:
+def _cached_values_per_token(layers: engine_pb2.AttentionShape) -> int:
     """Returns the numbers that the cache holds for each context token."""
     if layers.HasField("latent"):
         return layers.layers * (layers.latent.latent_dim + layers.latent.rope_dim)
-    full = layers.grouped_query
-    return layers.layers * 2 * full.kv_heads * full.head_dim
+    grouped_query = layers.grouped_query
+    return layers.layers * 2 * grouped_query.kv_heads * grouped_query.head_dim

@@ -52,9 +52,9 @@ class GraphStates:
         self._has_graphs = False
         self._predicted: dict[int, int] = {}
 
-    def expect(self, prediction: Prediction) -> None:
+    def set_prediction(self, prediction: Prediction) -> None:
         """Takes the predicted memory of the draft lengths, to show it beside the measured one."""
-        self._predicted = {row.gamma: round(row.total * MIB) for row in prediction.reserves}
+        self._predicted = {row.gamma: round(row.total_mib * MIB) for row in prediction.reserves}
 
     def around_build(
         self, original: Callable[..., Any], worker: Any, speculative_num_steps: int,
@@ -64,11 +64,11 @@ class GraphStates:
 
         SGLang's `cuda_graph_bs` stays unused: no capture reads what it overrides.
         """
-        free, started = _free_bytes(), perf_counter()
-        everything = sglang_api.graph_batch_sizes(worker.target_worker.model_runner)
-        self._has_graphs = bool(everything)
+        free_bytes, started = _free_bytes(), perf_counter()
+        all_batch_sizes = sglang_api.graph_batch_sizes(worker.target_worker.model_runner)
+        self._has_graphs = bool(all_batch_sizes)
         limit = self._limits.get(speculative_num_steps)
-        with _captured_up_to(limit, everything):
+        with _limit_captured_batches(limit, all_batch_sizes):
             try:
                 state = original(
                     worker,
@@ -82,12 +82,12 @@ class GraphStates:
                     "SPECULATION_GAMMAS, or SPECULATION_GRAPH_LIMITS, take less memory"
                 )
                 raise
-        largest = _largest_captured(state)
+        largest_batch = _largest_captured_batch(state)
         self._states[speculative_num_steps] = GraphState(
             perf_counter() - started,
-            max(0, free - _free_bytes()),
+            max(0, free_bytes - _free_bytes()),
             self._predicted.get(speculative_num_steps, 0),
-            None if not everything or largest >= everything[-1] else largest,
+            None if not all_batch_sizes or largest_batch >= all_batch_sizes[-1] else largest_batch,
         )
         return state
 
@@ -122,12 +122,12 @@ class GraphStates:
 
 
 @contextmanager
-def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[None]:
+def _limit_captured_batches(limit: int | None, all_batch_sizes: tuple[int, ...]) -> Iterator[None]:
     """Limits captures inside the block to batch sizes up to `limit`; None: no limit.
 
-    everything: the sizes that the engine's own graphs have, ascending; empty without graphs.
+    all_batch_sizes: the sizes that the engine's own graphs have, ascending; empty without graphs.
     """
-    if limit is None or not everything or limit >= everything[-1]:
+    if limit is None or not all_batch_sizes or limit >= all_batch_sizes[-1]:
         yield
         return
     from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -136,7 +136,7 @@ def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[
     saved = decode.bs, decode.backend
     # SGLang shares the list between configurations, so it is replaced and never changed.  The
     # largest batch (`max_bs`) stays, because other buffers have its size.
-    decode.bs = [size for size in everything if size <= limit]
+    decode.bs = [size for size in all_batch_sizes if size <= limit]
     if not decode.bs:
         decode.backend = Backend.DISABLED
     try:
@@ -145,12 +145,15 @@ def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[
         decode.bs, decode.backend = saved
 
 
-def _largest_captured(state: Any) -> int:
+def _largest_captured_batch(state: Any) -> int:
     """Returns the largest batch that all graphs of a `SpecRuntimeState` were captured for."""
     if state.target_graph_runner is None:
         return 0
-    further = (state.cuda_graph_runner, state.cuda_graph_runner_for_draft_extend)
-    runners = [state.target_graph_runner, *(runner for runner in further if runner is not None)]
+    draft_runners = (state.cuda_graph_runner, state.cuda_graph_runner_for_draft_extend)
+    runners = [
+        state.target_graph_runner,
+        *(runner for runner in draft_runners if runner is not None),
+    ]
     return min(max(runner.capture_bs, default=0) for runner in runners)
 
 
@@ -171,13 +174,13 @@ def around_init_cuda_graphs(original: Callable[[Any], None], worker: Any) -> Non
         original(worker)
     finally:
         del controller.init_states
-    with _parts_in_scope(worker.draft_worker):
+    with _enter_draft_scope(worker.draft_worker):
         for build in postponed:
             build()
 
 
 @contextmanager
-def _parts_in_scope(draft: Any) -> Iterator[None]:
+def _enter_draft_scope(draft: Any) -> Iterator[None]:
     """Makes the drafter's parts enter its scope, inside the block."""
 
     def run(part: str) -> None:

@@ -17,26 +17,26 @@ from typing import Final
 MIB: Final = 2**20
 # FlashInfer's integer workspace, which every wrapper has of its own, and the lengths buffer of a
 # paged wrapper.
-WRAPPER: Final = 8 * MIB
-LENGTHS: Final = 32768 * 4
+WRAPPER_BYTES: Final = 8 * MIB
+LENGTHS_BYTES: Final = 32768 * 4
 # TensorRT-LLM allocates counters for at least so many rows.
-COUNTED_ROWS: Final = 8192
+MIN_COUNTER_ROWS: Final = 8192
 # More than any GPU has on which these backends run (a B200 has 148).  The real number is unknown
 # here, because this may run on a machine without a GPU.
 MULTIPROCESSORS: Final = 160
 # Rows of the partial results of Triton's persistent decode kernel, for each multiprocessor.
 LEAN_ROWS: Final = 16
 # Tokens to which the block tables of latent attention are rounded up; tokens in FlashMLA's blocks.
-TABLE_TOKENS: Final = 4096
-FLASHMLA_BLOCK: Final = 64
+TABLE_MULTIPLE_TOKENS: Final = 4096
+FLASHMLA_BLOCK_TOKENS: Final = 64
 # Width of the outputs that TensorRT-LLM's latent attention unpads.
-UNPADDED: Final = 512
+UNPADDED_WIDTH: Final = 512
 
 # SGLang's rule for the graphs of one sequence, in MiB.
 GRAPH_MIB_PER_SEQUENCE: Final = 2
 
 
-class Place(Enum):
+class BackendRole(Enum):
     """The task of a backend instance for a draft length."""
 
     VERIFY = auto()
@@ -48,66 +48,66 @@ class Place(Enum):
 class Attention:
     """Describes one model's attention, for one rank.
 
-    latent: whether it is multi-head latent attention; context: longest sequence in tokens; page:
-    tokens of a KV cache page; heads, all_heads: query heads on one rank and on all; value_size:
+    is_latent: whether it is multi-head latent attention; context: longest sequence in tokens; page:
+    tokens of a KV cache page; heads, total_heads: query heads on one rank and on all; value_size:
     numbers of a cached value (of the latent, for latent attention); kv_splits: partial results of
-    a token in Triton's kernel; cache_numbers: numbers of a cached latent; cache_bytes: bytes of one
-    cached number; requests: most requests at once; workspace: bytes of FlashInfer's workspace;
-    windowed: whether layers with a sliding window have their own pool.
+    a token in Triton's kernel; latent_values: numbers of a cached latent; bytes_per_value: bytes of
+    one cached number; requests: most requests at once; workspace: bytes of FlashInfer's workspace;
+    has_sliding_window: whether layers with a sliding window have their own pool.
     """
 
-    latent: bool
-    context: int
-    page: int
-    heads: int
-    all_heads: int
+    is_latent: bool
+    context_tokens: int
+    page_tokens: int
+    rank_heads: int
+    total_heads: int
     value_size: int
     kv_splits: int
-    cache_numbers: int
-    cache_bytes: int
-    requests: int
-    workspace: int
-    windowed: bool
+    latent_values: int
+    bytes_per_value: int
+    max_requests: int
+    workspace_bytes: int
+    has_sliding_window: bool
 
     @property
     def pages(self) -> int:
         """Returns the pages of the longest sequence."""
-        return -(-self.context // self.page)
+        return -(-self.context_tokens // self.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class BackendUse:
     """Describes a backend instance.
 
-    batches: batch sizes for which graphs are captured; () without graphs.
+    graph_batches: batch sizes for which graphs are captured; () without graphs.
     """
 
-    place: Place
+    role: BackendRole
     gamma: int
-    batches: Sequence[int]
+    graph_batches: Sequence[int]
 
     @property
-    def batch(self) -> int:
+    def max_batch(self) -> int:
         """Returns the largest batch that is captured."""
-        return max(self.batches, default=0)
+        return max(self.graph_batches, default=0)
 
     @property
-    def tokens(self) -> int:
+    def max_pass_tokens(self) -> int:
         """Returns the tokens of the largest pass that is captured."""
-        return self.batch * self.width
+        return self.max_batch * self.tokens_per_sequence
 
     @property
-    def width(self) -> int:
+    def tokens_per_sequence(self) -> int:
         """Returns the tokens of one sequence in a pass."""
-        return 1 if self.place is Place.STEP else self.gamma + 1
+        return 1 if self.role is BackendRole.STEP else self.gamma + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """Allocations in bytes.  built: with or without graphs; captured: for graphs only."""
+class BackendBytes:
+    """Allocations in bytes.  base_bytes: with or without graphs; captured: for graphs only."""
 
-    built: int = 0
-    captured: int = 0
+    base_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,115 +119,125 @@ class Backend:
     approximation.
     """
 
-    size: Callable[[Attention, Use], Size]
+    size: Callable[[Attention, BackendUse], BackendBytes]
     index_bytes: int = 0
-    exact: bool = True
+    is_exact: bool = True
 
 
-def backend(name: str, model: Attention) -> Backend:
+def find_backend(name: str, model: Attention) -> Backend:
     """Returns a backend by SGLang's name; an approximation for unknown backends."""
-    if model.latent and name == "flashinfer":
+    if model.is_latent and name == "flashinfer":
         return _FLASHINFER_LATENT
-    return _BACKENDS.get(name, _UNREAD)
+    return _BACKENDS.get(name, _APPROXIMATED)
 
 
-def _flashinfer(model: Attention, use: Use) -> Size:
-    built = _wrappers(model, use)
-    if use.place is Place.STEP:
-        return Size(built, len(use.batches) * WRAPPER)
-    if use.place is Place.VERIFY:
-        built += model.workspace
+def _flashinfer(model: Attention, use: BackendUse) -> BackendBytes:
+    built = _wrapper_bytes(model, use)
+    if use.role is BackendRole.STEP:
+        return BackendBytes(built, len(use.graph_batches) * WRAPPER_BYTES)
+    if use.role is BackendRole.VERIFY:
+        built += model.workspace_bytes
     # Indices (int32) and a mask (uint8) of every token, and a wrapper for every graph.
-    sets = _pools(model)
-    tables = use.tokens * model.context * (4 * sets + 1)
-    return Size(built, tables + len(use.batches) * sets * (WRAPPER + LENGTHS))
+    pools = _pool_count(model)
+    tables = use.max_pass_tokens * model.context_tokens * (4 * pools + 1)
+    return BackendBytes(
+        built, tables + len(use.graph_batches) * pools * (WRAPPER_BYTES + LENGTHS_BYTES)
+    )
 
 
-def _wrappers(model: Attention, use: Use) -> int:
-    if use.place is Place.STEP:  # ragged prefill and decoding
-        return 2 * WRAPPER
+def _wrapper_bytes(model: Attention, use: BackendUse) -> int:
+    if use.role is BackendRole.STEP:  # ragged prefill and decoding
+        return 2 * WRAPPER_BYTES
     # Ragged prefill; paged prefill, verification and decoding, twice with a sliding window.
-    return WRAPPER + _pools(model) * (3 * WRAPPER + 2 * LENGTHS)
+    return WRAPPER_BYTES + _pool_count(model) * (3 * WRAPPER_BYTES + 2 * LENGTHS_BYTES)
 
 
-def _flashinfer_latent(model: Attention, use: Use) -> Size:
-    if use.place is Place.STEP:
-        return Size(2 * WRAPPER, len(use.batches) * WRAPPER)
-    built = 4 * WRAPPER
-    if use.place is Place.EXTEND:  # SGLang captures no graph of it
-        return Size(built)
-    return Size(built, use.batch * model.context * 4 + len(use.batches) * WRAPPER)
+def _flashinfer_latent(model: Attention, use: BackendUse) -> BackendBytes:
+    if use.role is BackendRole.STEP:
+        return BackendBytes(2 * WRAPPER_BYTES, len(use.graph_batches) * WRAPPER_BYTES)
+    built = 4 * WRAPPER_BYTES
+    if use.role is BackendRole.EXTEND:  # SGLang captures no graph of it
+        return BackendBytes(built)
+    return BackendBytes(
+        built, use.max_batch * model.context_tokens * 4 + len(use.graph_batches) * WRAPPER_BYTES
+    )
 
 
-def _triton(model: Attention, use: Use) -> Size:
-    if not use.batches:
-        return Size()
+def _triton(model: Attention, use: BackendUse) -> BackendBytes:
+    if not use.graph_batches:
+        return BackendBytes()
     # Values and a weight, in float32.
-    numbers = model.value_size + 1
-    captured = use.tokens * model.heads * model.kv_splits * numbers * 4
-    captured += MULTIPROCESSORS * (LEAN_ROWS * (numbers + 1) + 1) * 4
-    if use.place is not Place.STEP:
-        captured += use.tokens * model.context * 8
-    if use.place is Place.VERIFY:
-        captured += use.tokens * (model.context + use.width)
-    return Size(0, captured * _pools(model))
+    values = model.value_size + 1
+    captured = use.max_pass_tokens * model.rank_heads * model.kv_splits * values * 4
+    captured += MULTIPROCESSORS * (LEAN_ROWS * (values + 1) + 1) * 4
+    if use.role is not BackendRole.STEP:
+        captured += use.max_pass_tokens * model.context_tokens * 8
+    if use.role is BackendRole.VERIFY:
+        captured += use.max_pass_tokens * (model.context_tokens + use.tokens_per_sequence)
+    return BackendBytes(0, captured * _pool_count(model))
 
 
-def _flash_attention(model: Attention, use: Use) -> Size:
-    if not use.batches:
-        return Size()
+def _flash_attention(model: Attention, use: BackendUse) -> BackendBytes:
+    if not use.graph_batches:
+        return BackendBytes()
     # Page tables for decoding, drafting, verification and reading; int64 indices for three.
-    return Size(0, 4 * use.batch * model.pages * 4 * _pools(model) + 3 * model.pages * 8)
+    return BackendBytes(
+        0, 4 * use.max_batch * model.pages * 4 * _pool_count(model) + 3 * model.pages * 8
+    )
 
 
-def _trtllm_mha(model: Attention, use: Use) -> Size:
+def _trtllm_mha(model: Attention, use: BackendUse) -> BackendBytes:
     # Rows of the widest pass for every task; heads are not divided by the ranks.
-    counters = _counters((model.requests + 1) * (use.gamma + 1), model.all_heads)
-    tables = 4 * use.batch * model.pages * 4 * _pools(model)
+    counters = _counter_bytes((model.max_requests + 1) * (use.gamma + 1), model.total_heads)
+    tables = 4 * use.max_batch * model.pages * 4 * _pool_count(model)
     # It extends FlashInfer's backend, whose wrappers it has and does not use.
-    return Size(_wrappers(model, use) + counters, tables)
+    return BackendBytes(_wrapper_bytes(model, use) + counters, tables)
 
 
-def _trtllm_latent(model: Attention, use: Use) -> Size:
+def _trtllm_latent(model: Attention, use: BackendUse) -> BackendBytes:
     # Inherited wrappers: ragged prefill, and outside of drafting paged prefill.
-    inherited = WRAPPER if use.place is Place.STEP else 2 * WRAPPER
-    built = inherited + _counters(model.requests, model.heads)
-    blocks = -(-model.context // TABLE_TOKENS) * TABLE_TOKENS // model.page
+    inherited = WRAPPER_BYTES if use.role is BackendRole.STEP else 2 * WRAPPER_BYTES
+    built = inherited + _counter_bytes(model.max_requests, model.rank_heads)
+    blocks = (
+        -(-model.context_tokens // TABLE_MULTIPLE_TOKENS)
+        * TABLE_MULTIPLE_TOKENS
+        // model.page_tokens
+    )
     # Padded queries and unpadded outputs.
-    numbers = use.tokens * model.heads * (model.cache_numbers + UNPADDED)
-    captured = use.batch * blocks * 4 + numbers * model.cache_bytes
-    if use.place is not Place.STEP:
-        captured += use.batch * model.context * 4
-    return Size(built, captured)
+    values = use.max_pass_tokens * model.rank_heads * (model.latent_values + UNPADDED_WIDTH)
+    captured = use.max_batch * blocks * 4 + values * model.bytes_per_value
+    if use.role is not BackendRole.STEP:
+        captured += use.max_batch * model.context_tokens * 4
+    return BackendBytes(built, captured)
 
 
-def _flashmla(model: Attention, use: Use) -> Size:
-    inherited = WRAPPER if use.place is Place.STEP else 2 * WRAPPER
-    blocks = (model.context + FLASHMLA_BLOCK) // FLASHMLA_BLOCK
-    return Size(inherited, use.batch * blocks * 4)
+def _flashmla(model: Attention, use: BackendUse) -> BackendBytes:
+    inherited = WRAPPER_BYTES if use.role is BackendRole.STEP else 2 * WRAPPER_BYTES
+    blocks = (model.context_tokens + FLASHMLA_BLOCK_TOKENS) // FLASHMLA_BLOCK_TOKENS
+    return BackendBytes(inherited, use.max_batch * blocks * 4)
 
 
-def _sparse(model: Attention, use: Use) -> Size:
+def _sparse(model: Attention, use: BackendUse) -> BackendBytes:
     """Counts page tables with pages of one token; leaves out the metadata of the kernels."""
-    return Size(0, use.tokens * model.context * 4)
+    return BackendBytes(0, use.max_pass_tokens * model.context_tokens * 4)
 
 
-def _unread(model: Attention, use: Use) -> Size:
+def _approximate(model: Attention, use: BackendUse) -> BackendBytes:
     """Approximates a backend by FlashAttention with pages of one token."""
-    return Size(0, 4 * use.batch * model.context * 4 * _pools(model))
+    return BackendBytes(0, 4 * use.max_batch * model.context_tokens * 4 * _pool_count(model))
 
 
-def _pools(model: Attention) -> int:
+def _pool_count(model: Attention) -> int:
     """Returns the number of pools; the tables of a second one count as large as the first's."""
-    return 2 if model.windowed else 1
+    return 2 if model.has_sliding_window else 1
 
 
-def _counters(rows: int, heads: int) -> int:
-    return -(-max(COUNTED_ROWS, rows) * heads // 8) * 8 * 4
+def _counter_bytes(rows: int, heads: int) -> int:
+    return -(-max(MIN_COUNTER_ROWS, rows) * heads // 8) * 8 * 4
 
 
 _FLASHINFER_LATENT: Final = Backend(_flashinfer_latent, index_bytes=4)
-_UNREAD: Final = Backend(_unread, exact=False)
+_APPROXIMATED: Final = Backend(_approximate, is_exact=False)
 _BACKENDS: Final = {
     "flashinfer": Backend(_flashinfer, index_bytes=4),
     "triton": Backend(_triton, index_bytes=8),
@@ -237,8 +247,8 @@ _BACKENDS: Final = {
     "trtllm_mla": Backend(_trtllm_latent, index_bytes=4),
     "cutedsl_mla": Backend(_trtllm_latent, index_bytes=4),
     "flashmla": Backend(_flashmla),
-    "dsa": Backend(_sparse, exact=False),
-    "nsa": Backend(_sparse, exact=False),
+    "dsa": Backend(_sparse, is_exact=False),
+    "nsa": Backend(_sparse, is_exact=False),
 }
 
 
@@ -246,44 +256,47 @@ _BACKENDS: Final = {
 class DrafterAttention:
     """Describes a drafter's attention.
 
-    extend, steps: names of the backends that read verified tokens and that draft.
+    extend_backend, step_backend: names of the backends that read verified tokens and that draft.
     """
 
     model: Attention
-    extend: str
-    steps: str
+    extend_backend: str
+    step_backend: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Describes the attention of an engine's models.
 
-    built: names of the target's backends; captured: names of those with captured graphs.
+    backend_names: names of the target's backends; captured: names of those with captured graphs.
     drafter: None if all draft lengths share one backend of the drafter, as with DFlash.
     """
 
     target: Attention
-    built: tuple[str, ...]
-    captured: tuple[str, ...]
+    backend_names: tuple[str, ...]
+    graph_backend_names: tuple[str, ...]
     drafter: DrafterAttention | None = None
 
     @property
-    def names(self) -> str:
+    def description(self) -> str:
         """Returns the names of the backends as text for logs and the command line."""
-        words = [f"{'+'.join(self.built)} (target)"]
+        parts = [f"{'+'.join(self.backend_names)} (target)"]
         if self.drafter is not None:
-            names = dict.fromkeys((self.drafter.extend, self.drafter.steps))
-            words.append(f"{'+'.join(names)} (drafter)")
-        return ", ".join(words)
+            names = dict.fromkeys((self.drafter.extend_backend, self.drafter.step_backend))
+            parts.append(f"{'+'.join(names)} (drafter)")
+        return ", ".join(parts)
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether all sizes follow SGLang's source, and none is approximated."""
-        found = [(name, self.target) for name in self.built]
+        backends = [(name, self.target) for name in self.backend_names]
         if self.drafter is not None:
             model = self.drafter.model
-            found += [(self.drafter.extend, model), (self.drafter.steps, model)]
-        return all(backend(name, model).exact and not model.windowed for name, model in found)
+            backends += [(self.drafter.extend_backend, model), (self.drafter.step_backend, model)]
+        return all(
+            find_backend(name, model).is_exact and not model.has_sliding_window
+            for name, model in backends
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +314,7 @@ class Reserve:
     tables: float
 
     @property
-    def total(self) -> float:
+    def total_mib(self) -> float:
         """Returns the sum, in MiB."""
         return self.graphs + self.backends + self.tables
 
@@ -310,68 +323,78 @@ class Reserve:
 class Prediction:
     """Predicted device memory of the draft lengths but the first, and of the plugin's own parts.
 
-    start: the first draft length.  parts: MiB by purpose.
+    start_gamma: the first draft length.  parts_mib: MiB by purpose.
     """
 
     shape: AttentionShape
-    start: int
+    start_gamma: int
     reserves: tuple[Reserve, ...]
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts_mib: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def total(self) -> float:
+    def total_mib(self) -> float:
         """Returns the sum of all parts, in MiB."""
-        return sum(row.total for row in self.reserves) + sum(self.parts.values())
+        return sum(row.total_mib for row in self.reserves) + sum(self.parts_mib.values())
 
     def __str__(self) -> str:
         """Returns one sentence for the log."""
-        each = ", ".join(f"{row.gamma}: {row.total:.0f}" for row in self.reserves)
-        parts = "".join(f", and {size:.1f} for {name}" for name, size in self.parts.items())
+        per_length = ", ".join(f"{row.gamma}: {row.total_mib:.0f}" for row in self.reserves)
+        parts = "".join(f", and {size:.1f} for {name}" for name, size in self.parts_mib.items())
         return (
-            f"{self.total:.0f} MiB are left for the draft lengths beside {self.start} (MiB by "
-            f"length: {each}{parts}), for the attention backends {self.shape.names}"
-            f"{'' if self.shape.exact else ', whose sizes are approximated'}"
+            f"{self.total_mib:.0f} MiB are left for the draft lengths beside {self.start_gamma} "
+            "(MiB by "
+            f"length: {per_length}{parts}), for the attention backends {self.shape.description}"
+            f"{'' if self.shape.is_exact else ', whose sizes are approximated'}"
         )
 
 
-def reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -> Reserve:
+def predict_reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -> Reserve:
     """Returns the memory of a draft length.
 
     batches: batch sizes for which its graphs are captured, () for none.
     """
-    sizes = [*_of_target(gamma, batches, shape), *_of_drafter(gamma, batches, shape.drafter)]
+    sizes = [*_target_sizes(gamma, batches, shape), *_drafter_sizes(gamma, batches, shape.drafter)]
     batch = max(batches, default=0)
     return Reserve(
         gamma,
         batch,
         float(GRAPH_MIB_PER_SEQUENCE * batch),
-        sum(size.built for size in sizes) / MIB,
-        sum(size.captured for size in sizes) / MIB,
+        sum(size.base_bytes for size in sizes) / MIB,
+        sum(size.graph_bytes for size in sizes) / MIB,
     )
 
 
-def _of_target(gamma: int, batches: Sequence[int], shape: AttentionShape) -> list[Size]:
+def _target_sizes(gamma: int, batches: Sequence[int], shape: AttentionShape) -> list[BackendBytes]:
     return [
-        backend(name, shape.target).size(
-            shape.target, Use(Place.VERIFY, gamma, batches if name in shape.captured else ())
+        find_backend(name, shape.target).size(
+            shape.target,
+            BackendUse(
+                BackendRole.VERIFY, gamma, batches if name in shape.graph_backend_names else ()
+            ),
         )
-        for name in shape.built
+        for name in shape.backend_names
     ]
 
 
-def draft_passes(name: str, gamma: int, batches: Sequence[int], model: Attention) -> Size:
+def draft_pass_bytes(
+    name: str, gamma: int, batches: Sequence[int], model: Attention
+) -> BackendBytes:
     """Returns the allocations of a draft's passes after the first, which is the draft-extend."""
     if gamma <= 1:
-        return Size()
-    steps, use = backend(name, model), Use(Place.STEP, gamma, batches)
-    rows = gamma * use.batch * model.context * steps.index_bytes
-    each = steps.size(model, use)
-    return Size((gamma - 1) * each.built, rows + (gamma - 1) * each.captured)
+        return BackendBytes()
+    step_backend, use = find_backend(name, model), BackendUse(BackendRole.STEP, gamma, batches)
+    index_bytes = gamma * use.max_batch * model.context_tokens * step_backend.index_bytes
+    pass_bytes = step_backend.size(model, use)
+    return BackendBytes(
+        (gamma - 1) * pass_bytes.base_bytes, index_bytes + (gamma - 1) * pass_bytes.graph_bytes
+    )
 
 
-def _of_drafter(gamma: int, batches: Sequence[int], drafter: DrafterAttention | None) -> list[Size]:
+def _drafter_sizes(
+    gamma: int, batches: Sequence[int], drafter: DrafterAttention | None
+) -> list[BackendBytes]:
     if drafter is None:
         return []
-    model, use = drafter.model, Use(Place.EXTEND, gamma, batches)
-    extend = backend(drafter.extend, model).size(model, use)
-    return [extend, draft_passes(drafter.steps, gamma, batches, model)]
+    model, use = drafter.model, BackendUse(BackendRole.EXTEND, gamma, batches)
+    extend = find_backend(drafter.extend_backend, model).size(model, use)
+    return [extend, draft_pass_bytes(drafter.step_backend, gamma, batches, model)]

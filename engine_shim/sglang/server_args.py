@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.common.checks import Check, checked, require
+from engine_shim.common.checks import Check, make_check, require_no_obstacle
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_config
 from engine_shim.sglang.drafters.lookup import device_bytes
-from engine_shim.sglang.learning.verified_step import WORKING_BYTES
-from engine_shim.sglang.memory import MIB, Prediction, reserve
+from engine_shim.sglang.learning.verified_step import MAX_WORKING_BYTES
+from engine_shim.sglang.memory import MIB, Prediction, predict_reserve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -46,9 +46,9 @@ class SteeredConfiguration:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         hook_check.require_hooks(*hook_check.registered_targets())
-        config = sglang_api.resolving(args)
-        require(wish_checks(config, self._settings))
-        require(kind_checks(config, self._settings))
+        config = sglang_api.resolving_args(args)
+        require_no_obstacle(requested_flag_checks(config, self._settings))
+        require_no_obstacle(checkpoint_kind_checks(config, self._settings))
         has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
         if sglang_api.is_dflash_only(config):
             # SGLang builds an engine for chains of any length; the block replaces its EAGLE head.
@@ -60,8 +60,8 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
-        require(flag_checks(args, self._settings, has_block=has_block))
-        require(resolution_checks(args, self._settings))
+        require_no_obstacle(flag_checks(args, self._settings, has_block=has_block))
+        require_no_obstacle(resolution_checks(args, self._settings))
 
     def reserve_for_graphs(
         self, original: Callable[[ServerArgs], float], args: ServerArgs
@@ -70,59 +70,61 @@ class SteeredConfiguration:
 
         SGLang calls it only if it chooses --mem-fraction-static itself.
         """
-        prediction = self.predict(args)
+        prediction = self.predict_memory(args)
         _log.info("%s", prediction)
-        return original(args) + prediction.total
+        return original(args) + prediction.total_mib
 
-    def predict(self, args: ServerArgs) -> Prediction:
+    def predict_memory(self, args: ServerArgs) -> Prediction:
         """Predicts the memory of each draft length but the first, and of the plugin's parts.
 
         Respects SPECULATION_GRAPH_LIMITS.
         """
-        view = sglang_api.resolving(args)
-        batches, limits = sglang_api.captured_batches(args), self._settings.graph_limits
+        view = sglang_api.resolving_args(args)
+        batches, limits = sglang_api.captured_batch_sizes(args), self._settings.graph_limits
         # SGLang sizes its memory before it fills in a draft length that the user has not set.
-        start = view.speculative_num_steps or sglang_api.DEFAULT_STEPS
+        start_gamma = view.speculative_num_steps or sglang_api.DEFAULT_GAMMA
         # DFlash alone drafts its block with one backend for all draft lengths.  The check reads the
         # arguments as the user wrote them, because SGLang resolves them to an EAGLE engine.
         shape = attention_shape(args, has_drafter_backends=not sglang_api.is_dflash_only(args))
         return Prediction(
             shape,
-            start,
+            start_gamma,
             tuple(
-                reserve(gamma, [size for size in batches if size <= limits.get(gamma, size)], shape)
+                predict_reserve(
+                    gamma, [size for size in batches if size <= limits.get(gamma, size)], shape
+                )
                 for gamma in self._settings.gammas
-                if gamma != start
+                if gamma != start_gamma
             ),
-            self._parts(view, shape.target.context),
+            self._parts_mib(view, shape.target.context_tokens),
         )
 
-    def _parts(self, view: Any, context: int) -> dict[str, float]:
+    def _parts_mib(self, view: Any, context: int) -> dict[str, float]:
         """Returns the device memory of the plugin's own parts, in MiB by purpose."""
         settings = self._settings
         parts = {}
         if settings.signals_folder:
             parts["collecting training signals"] = (
-                settings.signals_device_megabytes + WORKING_BYTES / MIB
+                settings.signals_device_megabytes + MAX_WORKING_BYTES / MIB
             )
         if settings.lookup:
-            rows = sglang_api.most_request_rows(view)
-            width = sglang_api.longest_row(view, context, settings.gammas[-1] + 1)
+            rows = sglang_api.max_request_rows(view)
+            width = sglang_api.max_row_tokens(view, context, settings.gammas[-1] + 1)
             parts["prompt lookup"] = device_bytes(rows, width) / MIB
         return parts
 
 
-def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
+def requested_flag_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks that the user set no option that conflicts with a steered draft length.
 
     config: SGLang's arguments as the user wrote them, before they are resolved.
     """
-    gammas, safe = settings.gammas, settings.safe_gamma
-    listed = f"is not among SPECULATION_GAMMAS {','.join(map(str, gammas))}"
+    gammas, safe_gamma = settings.gammas, settings.safe_gamma
+    unlisted_text = f"is not among SPECULATION_GAMMAS {','.join(map(str, gammas))}"
     algorithm, steps = config.speculative_algorithm, config.speculative_num_steps
     has_dflash_only = sglang_api.is_dflash_only(config)
-    skips = os.environ.get(sglang_api.SKIP_VARIABLE, "").lower()
-    drafter = {
+    skip_setting = os.environ.get(sglang_api.SKIP_VARIABLE, "").lower()
+    drafter_obstacles = {
         f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
         f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)": (
             (algorithm or "").upper() not in sglang_api.ALGORITHMS
@@ -141,45 +143,48 @@ def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
             for option in ("speculative_dflash_block_size", "speculative_draft_window_size")
         },
     }
-    adaptive = {
+    adaptive_obstacles = {
         "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
         "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths": (
             config.speculative_adaptive_config is not None
         )
     }
-    topk = {
+    topk_obstacles = {
         f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
         "be steered for chains (1) only, not for trees; set it to 1": (
             config.speculative_eagle_topk not in {None, 1}
         )
     }
-    lengths = {
+    length_obstacles = {
         "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer": (
             gammas[-1] == 0
         ),
-        f"--speculative-num-steps {steps} {listed}: add it there, or start with one of them": (
-            steps is not None and steps not in gammas
-        ),
-        f"SPECULATION_SAFE_GAMMA={safe} {listed}: add it there, or name one of them": (
-            safe is not None and safe not in gammas
+        f"--speculative-num-steps {steps} {unlisted_text}: "
+        "add it there, or start with one of them": (steps is not None and steps not in gammas),
+        f"SPECULATION_SAFE_GAMMA={safe_gamma} {unlisted_text}: add it there, or name one of them": (
+            safe_gamma is not None and safe_gamma not in gammas
         ),
     }
-    sleep = {
+    sleep_obstacles = {
         f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
         "state; the sidecar's plan decides step by step whether the drafter sleeps": (
-            skips in {"1", "true", "yes", "y"}
+            skip_setting in {"1", "true", "yes", "y"}
         )
     }
     return (
-        checked("drafter", algorithm or "none", drafter),
-        checked("adaptive mode of SGLang", config.speculative_adaptive_config or "none", adaptive),
-        checked("topk", config.speculative_eagle_topk or 1, topk),
-        checked("draft lengths", ",".join(map(str, gammas)), lengths),
-        checked("sleep of the drafter", skips or "by plan", sleep),
+        make_check("drafter", algorithm or "none", drafter_obstacles),
+        make_check(
+            "adaptive mode of SGLang",
+            config.speculative_adaptive_config or "none",
+            adaptive_obstacles,
+        ),
+        make_check("topk", config.speculative_eagle_topk or 1, topk_obstacles),
+        make_check("draft lengths", ",".join(map(str, gammas)), length_obstacles),
+        make_check("sleep of the drafter", skip_setting or "by plan", sleep_obstacles),
     )
 
 
-def kind_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
+def checkpoint_kind_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks by their config.json that all drafters are of kinds that SGLang can run.
 
     config: SGLang's arguments as the user wrote them, before they are resolved.  Raises
@@ -200,34 +205,34 @@ def kind_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
 def flag_checks(
     args: ServerArgs, settings: PluginSettings, *, has_block: bool
 ) -> tuple[Check, ...]:
-    """Checks how the engine runs, by its flags.  has_block: it has a DFlash drafter."""
+    """Checks how the engine runs, by its flags.  has_dflash: it has a DFlash drafter."""
     return (
-        attention_dp.check(args, settings, has_block=has_block),
+        attention_dp.attention_dp_check(args, settings, has_block=has_block),
         *sglang_api.flag_checks(args),
-        *([sglang_api.block_check(args)] if has_block else []),
+        *([sglang_api.dflash_options_check(args)] if has_block else []),
     )
 
 
 def resolution_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks the flags as SGLang has resolved them; must run after its speculation step."""
-    config = sglang_api.resolving(args)
-    start = config.speculative_num_steps
-    limited = {
-        f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
+    config = sglang_api.resolving_args(args)
+    start_gamma = config.speculative_num_steps
+    limit_obstacles = {
+        f"SPECULATION_GRAPH_LIMITS limits {start_gamma}, the draft length that the engine starts "
         "with: it is needed at every batch size (--speculative-num-steps names another)": (
-            start in settings.graph_limits
+            start_gamma in settings.graph_limits
         )
     }
-    off = {
+    adaptive_obstacles = {
         "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off (its log says "
         "why: 'speculative_adaptive disabled')": not config.speculative_adaptive
     }
     return (
-        sglang_api.own_check(args),
-        checked("draft length at the start", start, limited),
-        checked(
+        sglang_api.sglang_conditions_check(args),
+        make_check("draft length at the start", start_gamma, limit_obstacles),
+        make_check(
             "draft lengths that change",
             "allowed" if config.speculative_adaptive else "switched off",
-            off,
+            adaptive_obstacles,
         ),
     )

@@ -15,35 +15,35 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import engine_shim
-from engine_shim.common.checks import require
+from engine_shim.common.checks import require_no_obstacle
 from engine_shim.common.errors import HookError, PluginError
-from engine_shim.common.process import at_exit
-from engine_shim.common.status import Losses
+from engine_shim.common.process import register_exit_handler
+from engine_shim.common.status import LostCapabilityReporter
 from engine_shim.common.waiting_prompts import WaitingPrompts
-from engine_shim.link.engine_link import EngineLink, steering_of
+from engine_shim.link.engine_link import EngineLink, make_plan_follower
 from engine_shim.link.errors import LinkStartError
-from engine_shim.link.orders import Orders
-from engine_shim.link.ranks import Ranks
-from engine_shim.link.secret import secret_of
+from engine_shim.link.rank_commands import RankCommands
+from engine_shim.link.rank_plan_sync import RankPlanSync
+from engine_shim.link.secret import resolve_secret
 from engine_shim.sglang import eager_passes, graph_states
 from engine_shim.sglang.adaptive_policy import RuntimeSwitch, SteeredPolicy
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters import foreign_checkpoints
 from engine_shim.sglang.drafters.drafter_fit import drafter_checks
-from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
+from engine_shim.sglang.drafters.sleeping_drafter import SleepingDrafter, cannot_sleep_reason
 from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
     add_lookup,
-    introduce,
-    learner_of,
+    describe_engine,
+    learner_index,
     set_batch_limits,
 )
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import SECOND, EngineHooks
+from engine_shim.sglang.hooks import SECOND_DRAFTER_INDEX, EngineHooks
 from engine_shim.sglang.learning.learning_steps import LearningSteps
-from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes, read_key
+from engine_shim.sglang.request_options import RequestClasses, RequestOptions, read_key
 from engine_shim.sglang.server_args import SteeredConfiguration
-from engine_shim.sglang.step_reports import StepTap, prompt_tokens
+from engine_shim.sglang.step_reports import StepReporter, unread_prompt_tokens
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -84,112 +84,132 @@ class EngineStartup:
         self._switch = RuntimeSwitch()
         self._graph_states = GraphStates(settings.graph_limits)
         self._class_key = read_key(settings.class_key_file)
-        self._orders = Orders()
+        self._orders = RankCommands()
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
         # Imported here, because SGLang's models import only on a machine that can run them.
         from engine_shim.sglang.drafters import sd2_model
 
-        require(drafter_checks(scheduler.server_args, self._settings))
+        require_no_obstacle(drafter_checks(scheduler.server_args, self._settings))
         hook_check.around(sglang_api.RESOLVE_CAPTURE, foreign_checkpoints.around_resolve)
         if sglang_api.is_dflash_only(scheduler.server_args):
             from engine_shim.sglang.drafters import dflash_only
 
             dflash_only.register()
         sd2_model.register()
-        hook_check.around(sglang_api.CARRIED_WIDTH, sd2_model.around_carried_width)
+        hook_check.around(sglang_api.RESOLVE_HIDDEN_SIZE, sd2_model.around_carried_width)
         hook_check.replace(sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state)
         hook_check.around(sglang_api.BUILD_STATE, self._graph_states.around_build)
-        if attention_dp.is_on():
+        if attention_dp.is_enabled():
             hook_check.around(sglang_api.INIT_GRAPHS, graph_states.around_init_cuda_graphs)
-        dual = None
+        dual_drafter = None
         if self._settings.dflash_model_path:
             from engine_shim.sglang.drafters.dual import DualDrafter
 
-            dual = DualDrafter(
+            dual_drafter = DualDrafter(
                 self._settings.dflash_model_path,
                 self._settings.dflash_revision,
                 self._settings.gammas,
                 required=self._settings.require_drafters,
             )
-            dual.register()
+            dual_drafter.register()
         self._predict_memory(scheduler.server_args)
         _apply_hooks()
         for target in sglang_api.STEP_TARGETS:
             # Fails on a name that SGLang has moved before the weights are loaded.
             pkgutil.resolve_name(target)
         original(scheduler)
-        self._start(scheduler, dual).register()
+        self._build_hooks(scheduler, dual_drafter).register()
         _apply_hooks()
 
     def _predict_memory(self, server_args: Any) -> None:
         """Predicts the memory that draft lengths take; logs an error and continues without it."""
         try:
-            self._graph_states.expect(SteeredConfiguration(self._settings).predict(server_args))
+            self._graph_states.set_prediction(
+                SteeredConfiguration(self._settings).predict_memory(server_args)
+            )
         except Exception:  # noqa: BLE001 - an informational figure must not end an engine
             _log.exception("the memory of the draft lengths cannot be predicted")
 
-    def _start(self, scheduler: Any, dual: DualDrafter | None) -> EngineHooks:
+    def _build_hooks(self, scheduler: Any, dual_drafter: DualDrafter | None) -> EngineHooks:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
         worker, settings = scheduler.draft_worker, self._settings
         # Comes before any collective operation of the ranks.
-        self._orders = Orders(several=ranks.are_several())
-        ranks.require_agreement(facts_to_agree_on(settings, engine_shim.__version__))
-        policy = _policy_of(worker)
+        self._orders = RankCommands(has_other_ranks=ranks.has_other_ranks())
+        ranks.require_agreement(agreement_facts(settings, engine_shim.__version__))
+        policy = _require_policy(worker)
         gammas = tuple(policy.candidate_steps)
         self._switch.prepare(worker, gammas)
         # Detects a DFlash drafter that cannot draft with its graphs before there is traffic.
-        block = sglang_api.dflash_only(worker.draft_worker) if dual is None else dual.block
-        found = Losses()
+        block = (
+            sglang_api.dflash_only_drafter(worker.draft_worker)
+            if dual_drafter is None
+            else dual_drafter.block
+        )
+        startup_losses = LostCapabilityReporter()
         if block is not None:
-            block.rehearse(required=dual is None or settings.require_drafters)
-            if block.over:
-                found.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
-        sleepless = cannot_sleep_reason(worker)
+            block.rehearse(required=dual_drafter is None or settings.require_drafters)
+            if block.failure_reason:
+                startup_losses.mark_lost(
+                    engine_pb2.CAPABILITY_DRAFTER, block.failure_reason, DFLASH_NAME
+                )
+        no_sleep_reason = cannot_sleep_reason(worker)
         if gammas[0] > 0 or settings.sleep_positions == 0:
-            sleepless = "the settings exclude it"
-        sleep = None
-        if sleepless is None:
-            sleep = IdleDrafter(worker, settings.sleep_positions, dual)
-        learner = learner_of(scheduler, settings.learner, has_second=dual is not None)
-        second = block if learner == SECOND else None
-        online, follower = self._online_updates(worker, scheduler, second, found)
-        collector, deployment = self._collection(worker, scheduler, second, found)
-        spec = introduce(
+            no_sleep_reason = "the settings exclude it"
+        sleeping_drafter = None
+        if no_sleep_reason is None:
+            sleeping_drafter = SleepingDrafter(worker, settings.sleep_positions, dual_drafter)
+        learner = learner_index(scheduler, settings.learner, has_second=dual_drafter is not None)
+        learning_block = block if learner == SECOND_DRAFTER_INDEX else None
+        online, follower = self._build_online_updates(
+            worker, scheduler, learning_block, startup_losses
+        )
+        collector, deployment = self._build_collection(
+            worker, scheduler, learning_block, startup_losses
+        )
+        spec = describe_engine(
             scheduler,
             settings,
             gammas,
-            can_sleep=sleep is not None,
+            can_sleep=sleeping_drafter is not None,
             can_update_online=online is not None,
             can_collect=collector is not None,
             can_take_versions=deployment is not None,
-            second=dual,
+            second_drafter=dual_drafter,
             learner=learner,
-            lost=found.all,
+            lost=startup_losses.all,
         )
-        rows = None
+        row_drafting = None
         if settings.lookup:
             from engine_shim.sglang.drafters.row_drafting import RowDrafting
 
-            rows = RowDrafting(worker, add_lookup(spec))
+            row_drafting = RowDrafting(worker, add_lookup(spec))
         set_batch_limits(spec, self._graph_states.batch_limits)
-        eager = eager_passes.watch(worker, worker.adaptive_controller._states.values(), block)
+        eager = eager_passes.watch_drafters(
+            worker, worker.adaptive_controller._states.values(), block
+        )
         link = None
         try:
-            steering = steering_of(spec, settings, policy.startup_gamma)
-            if ranks.is_first():
-                secret = secret_of(settings.signals_folder)
+            steering = make_plan_follower(spec, settings, policy.startup_gamma)
+            if ranks.is_first_rank():
+                secret = resolve_secret(settings.signals_folder)
                 link = EngineLink.start(spec, settings, policy.startup_gamma, secret)
-                steering = link.steering
+                steering = link.plan_follower
         except LinkStartError as error:
             raise PluginError(str(error)) from error
-        tap = None
-        without_prefills = sglang_api.config_leaf("disaggregation_mode") == "decode"
+        reporter = None
+        is_decode_server = sglang_api.config_leaf("disaggregation_mode") == "decode"
         if link is not None:
-            at_exit(link.close)
-            waiting = None if without_prefills else _waiting_prompts(scheduler)
-            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager, rows, waiting)
+            register_exit_handler(link.close)
+            waiting_prompts = None if is_decode_server else _count_waiting_prompts(scheduler)
+            reporter = StepReporter(
+                link,
+                tuple(spec.fingerprint.graph_batch_sizes),
+                eager,
+                row_drafting,
+                waiting_prompts,
+            )
             self._graph_states.log()
             eager.log()
             _log.info(
@@ -198,120 +218,144 @@ class EngineStartup:
                 spec.engine_id,
                 ", ".join(drafter.name for drafter in spec.drafters),
                 list(gammas),
-                "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
+                "may sleep" if no_sleep_reason is None else f"never sleeps ({no_sleep_reason})",
             )
-        adopted, losses = Ranks(steering, link), Losses(link, found.all)
+        rank_state, losses = (
+            RankPlanSync(steering, link),
+            LostCapabilityReporter(link, startup_losses.all),
+        )
         return EngineHooks(
             policy=policy,
-            ranks=adopted,
+            ranks=rank_state,
             losses=losses,
             graph_states=self._graph_states,
             eager=eager,
             orders=self._orders,
-            several=ranks.are_several(),
-            attention_dp=attention_dp.is_on(),
+            has_other_ranks=ranks.has_other_ranks(),
+            has_attention_dp=attention_dp.is_enabled(),
             link=link,
-            tap=tap,
-            sleep=sleep,
-            dual=dual,
+            reporter=reporter,
+            sleeping_drafter=sleeping_drafter,
+            dual_drafter=dual_drafter,
             block=block,
-            rows=rows,
-            wishes=RequestWishes(
+            row_drafting=row_drafting,
+            request_options=RequestOptions(
                 RequestClasses(
                     settings.classes,
                     key=self._class_key,
                     prompt_tokens=settings.class_prompt_tokens,
-                    adapters=sglang_api.adapters(scheduler.tp_worker.model_runner),
+                    adapters=sglang_api.lora_adapters(scheduler.tp_worker.model_runner),
                 ),
                 scheduler.tp_worker.model_runner.model_config.vocab_size - 1,
-                without_prefills=without_prefills,
+                is_decode_server=is_decode_server,
             ),
-            learning=_learning(
+            learning=_drop_empty_learning(
                 LearningSteps(
-                    ranks=adopted,
+                    ranks=rank_state,
                     losses=losses,
-                    learner=learner,
+                    learner_index=learner,
                     online=online,
                     follower=follower,
                     collector=collector,
                     deployment=deployment,
-                    split=None if dual is None else dual.split,
+                    split_features=None if dual_drafter is None else dual_drafter.split,
                 )
             ),
         )
 
-    def _online_updates(
-        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
+    def _build_online_updates(
+        self,
+        worker: Any,
+        scheduler: Any,
+        learning_block: DFlashDrafter | None,
+        losses: LostCapabilityReporter,
     ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
         """Makes the online updates of rank 0, or the weights that another rank keeps for them.
 
-        second: the drafter that learns, if it is not the engine's own.  losses: receives the reason
-        if that drafter no longer drafts, or has no student.
+        learning_block: the drafter that learns, if it is not the engine's own.  losses: receives
+        the reason if that drafter no longer drafts, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
-        if second is not None and (over := next(filter(None, ranks.peers().told(second.over)), "")):
+        if learning_block is not None and (
+            failure_reason := next(
+                filter(None, ranks.peers().all_gather(learning_block.failure_reason)), ""
+            )
+        ):
             # It may have failed on one rank only, and all ranks have to know.
-            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
+            losses.mark_lost(engine_pb2.CAPABILITY_UPDATE_ONLINE, failure_reason)
             return None, None
-        from engine_shim.sglang.learning.learning_steps import updates_for
+        from engine_shim.sglang.learning.learning_steps import make_online_updates
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
         from engine_shim.sglang.training.students import UnsupportedDrafterError
 
         device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
         try:
-            online = updates_for(worker, device, peers, self._settings, self._orders, second)
+            online = make_online_updates(
+                worker, device, peers, self._settings, self._orders, learning_block
+            )
         except UnsupportedDrafterError as error:
-            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, f"the drafter has no student: {error}")
+            losses.mark_lost(
+                engine_pb2.CAPABILITY_UPDATE_ONLINE, f"the drafter has no student: {error}"
+            )
             return None, None
         if not isinstance(online, OnlineUpdates):
             return None, online
-        at_exit(online.close)
+        register_exit_handler(online.close)
         return online, None
 
-    def _collection(
-        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
+    def _build_collection(
+        self,
+        worker: Any,
+        scheduler: Any,
+        learning_block: DFlashDrafter | None,
+        losses: LostCapabilityReporter,
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes both, or neither: signals are useful only for a drafter that takes versions.
 
-        second: as for `_online_updates`.  losses: receives the reason if the drafter has no
-        student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
+        learning_block: as for `_build_online_updates`.  losses: receives the reason if the drafter
+        has no student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
         """
         if not self._settings.signals_folder:
             return None, None
         from engine_shim.sglang.learning.deployment import Deployment
-        from engine_shim.sglang.learning.signal_collector import collector_for
+        from engine_shim.sglang.learning.signal_collector import make_collector
         from engine_shim.sglang.learning.student import live_drafter
         from engine_shim.sglang.training.students import UnsupportedDrafterError
         from engine_shim.sglang.training.versions import VersionError
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            drafter = live_drafter(worker, ranks.peers(), second)
+            drafter = live_drafter(worker, ranks.peers(), learning_block)
             deployment = Deployment(Path(folder), drafter, self._orders)
-            if not ranks.is_first():
+            if not ranks.is_first_rank():
                 return None, None
-            collector = collector_for(runner, self._settings)
+            collector = make_collector(runner, self._settings)
         except UnsupportedDrafterError as error:
             for capability in (
                 engine_pb2.CAPABILITY_COLLECT,
                 engine_pb2.CAPABILITY_TAKE_VERSIONS,
             ):
-                losses.lose(capability, f"the drafter has no student: {error}")
+                losses.mark_lost(capability, f"the drafter has no student: {error}")
             return None, None
         except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
-        at_exit(collector.close)
+        register_exit_handler(collector.close)
         return collector, deployment
 
 
-def _learning(found: LearningSteps) -> LearningSteps | None:
+def _drop_empty_learning(learning_steps: LearningSteps) -> LearningSteps | None:
     """Returns None if the engine has no part that learns, so that steps skip all of it."""
-    parts = found.online, found.follower, found.collector, found.deployment
-    return None if all(part is None for part in parts) else found
+    parts = (
+        learning_steps.online,
+        learning_steps.follower,
+        learning_steps.collector,
+        learning_steps.deployment,
+    )
+    return None if all(part is None for part in parts) else learning_steps
 
 
-def facts_to_agree_on(settings: PluginSettings, shim_version: str) -> dict[str, Any]:
+def agreement_facts(settings: PluginSettings, shim_version: str) -> dict[str, Any]:
     """Returns the values that must be equal on all ranks, by the names that an error shows."""
     return {"the installed plugin": shim_version} | {
         f"SPECULATION_{name.upper()}": getattr(settings, name) for name in AGREED_SETTINGS
@@ -323,11 +367,11 @@ def _apply_hooks() -> None:
     hook_check.require_hooks(*hook_check.registered_targets())
 
 
-def _waiting_prompts(scheduler: Any) -> WaitingPrompts:
-    return WaitingPrompts(lambda: scheduler.waiting_queue, prompt_tokens)
+def _count_waiting_prompts(scheduler: Any) -> WaitingPrompts:
+    return WaitingPrompts(lambda: scheduler.waiting_queue, unread_prompt_tokens)
 
 
-def _policy_of(worker: Any) -> SteeredPolicy:
+def _require_policy(worker: Any) -> SteeredPolicy:
     """Returns the policy that SGLang constructed.
 
     Raises HookError if it is not the plugin's, or if SGLang prepared other draft lengths.
@@ -343,9 +387,9 @@ def _policy_of(worker: Any) -> SteeredPolicy:
     graph_states = tuple(sorted(controller._states))
     if graph_states != gammas:
         raise HookError(f"SGLang prepared draft lengths {graph_states}, not {gammas}")
-    widest = sglang_api.widest_step()
-    if widest != gammas[-1] + 1:
+    step_tokens = sglang_api.max_step_tokens()
+    if step_tokens != gammas[-1] + 1:
         raise HookError(
-            f"SGLang sized its buffers for {widest} draft tokens, {gammas[-1] + 1} are needed"
+            f"SGLang sized its buffers for {step_tokens} draft tokens, {gammas[-1] + 1} are needed"
         )
     return policy

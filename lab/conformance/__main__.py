@@ -5,7 +5,7 @@ from typing import Annotated
 import grpc
 import typer
 
-from controller.util.text import printable
+from controller.util.text import to_printable
 from lab.conformance.rules import Findings
 from lab.conformance.shim_side import ShimCheck
 from lab.conformance.sidecar_side import check_sidecar
@@ -22,11 +22,11 @@ def shim(
 ) -> None:
     """Plays a sidecar for an engine that you start with this address and keep busy."""
     try:
-        found = ShimCheck(address, print, wait_seconds).run()
+        findings = ShimCheck(address, print, wait_seconds).run()
     except TimeoutError as error:
-        print(printable(str(error)))
+        print(to_printable(str(error)))
         raise typer.Exit(2) from None
-    _end(found)
+    _report_and_exit(findings)
 
 
 @app.command()
@@ -35,17 +35,17 @@ def sidecar(
 ) -> None:
     """Plays an engine against a running sidecar that takes engines without credentials."""
     try:
-        found = check_sidecar(address)
+        findings = check_sidecar(address)
     except grpc.RpcError as error:
-        print(printable(f"{address}: {error.code().name}: {error.details()}"))
+        print(to_printable(f"{address}: {error.code().name}: {error.details()}"))
         raise typer.Exit(2) from None
-    _end(found)
+    _report_and_exit(findings)
 
 
-def _end(found: Findings) -> None:
-    for line in found.lines():
-        print(printable(f"broken: {line}"))
-    if found.first:
+def _report_and_exit(findings: Findings) -> None:
+    for line in findings.lines():
+        print(to_printable(f"broken: {line}"))
+    if findings.first:
         raise typer.Exit(1)
     print("the contract is kept")
 

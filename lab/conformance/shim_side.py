@@ -27,29 +27,29 @@ class ShimCheck:
         self._plans: dict[int, Plan] = {}
         self._server.first_plan = lambda: self._plan(self._safe_arm())
         self._server.answer = self._acknowledge
-        self._arrived = 0
+        self._received_reports = 0
 
     def run(self) -> Findings:
         """Returns the rules that the engine's shim broke.  Raises TimeoutError if none comes."""
         with self._server as server:
             self._say("waiting for an engine to introduce itself")
-            self._until(lambda: bool(server.introductions), "an introduction")
+            self._wait_until(lambda: bool(server.introductions), "an introduction")
             engine = server.introductions[-1]
             self._say(f"{engine.engine_id}: {len(self._arms(engine))} arms; keep it busy")
             for drafter, gamma in self._arms(engine):
-                self._ask(self._plan((drafter, gamma)), f"{drafter} at {gamma}")
+                self._run_plan(self._plan((drafter, gamma)), f"{drafter} at {gamma}")
             probed = self._arms(engine)[-1]
-            self._ask(self._plan(self._safe_arm(), probe=probed), "a probe")
+            self._run_plan(self._plan(self._safe_arm(), probe=probed), "a probe")
             self._let_lapse()
-            found = check_reports(engine, self._plans, server.reports)
-            check_introduction(found, engine)
-            self._check_arms(found, engine)
-            return found
+            findings = check_reports(engine, self._plans, server.reports)
+            check_introduction(findings, engine)
+            self._check_arms(findings, engine)
+            return findings
 
     def _arms(self, engine: EngineSpec) -> list[tuple[str, int]]:
         drafters = {drafter.name: drafter.gammas for drafter in engine.drafters}
         # A loss without draft lengths covers all lengths of the drafter above 0.
-        lost = {
+        unavailable_arms = {
             (loss.drafter, gamma)
             for loss in engine.lost
             for gamma in loss.gammas or filter(None, drafters.get(loss.drafter, ()))
@@ -58,7 +58,7 @@ class ShimCheck:
             (drafter.name, gamma)
             for drafter in engine.drafters
             for gamma in drafter.gammas
-            if (drafter.name, gamma) not in lost
+            if (drafter.name, gamma) not in unavailable_arms
             and all(limit.gamma != gamma for limit in drafter.batch_limits)
         ]
 
@@ -89,15 +89,17 @@ class ShimCheck:
         return plan
 
     def _acknowledge(self, request: SteerRequest) -> SteerResponse:
-        self._arrived += len(request.reports)
+        self._received_reports += len(request.reports)
         response = SteerResponse()
-        response.received_so_far.reports = self._arrived
+        response.received_so_far.reports = self._received_reports
         return response
 
-    def _ask(self, plan: Plan, what: str) -> None:
-        self._say(what)
+    def _run_plan(self, plan: Plan, description: str) -> None:
+        self._say(description)
         self._server.push(plan)
-        self._until(lambda: self._reports_of(plan.epoch) >= _STEPS, f"{_STEPS} steps of {what}")
+        self._wait_until(
+            lambda: self._reports_of(plan.epoch) >= _STEPS, f"{_STEPS} steps of {description}"
+        )
 
     def _reports_of(self, epoch: int) -> int:
         return sum(report.plan_epoch == epoch for report in self._server.reports)
@@ -109,40 +111,40 @@ class ShimCheck:
         def unsteered(reports: list[StepReport]) -> bool:
             return any(report.flags.unsteered for report in reports[-_STEPS:])
 
-        self._until(lambda: unsteered(self._server.reports), "a step without a valid lease")
+        self._wait_until(lambda: unsteered(self._server.reports), "a step without a valid lease")
 
-    def _check_arms(self, found: Findings, engine: EngineSpec) -> None:
-        ran = {
+    def _check_arms(self, findings: Findings, engine: EngineSpec) -> None:
+        executed_arms = {
             (report.drafter if report.gamma else "", report.gamma)
             for report in self._server.reports
         }
         for drafter, gamma in self._arms(engine):
-            found.expect(
-                (drafter if gamma else "", gamma) in ran,
+            findings.expect(
+                (drafter if gamma else "", gamma) in executed_arms,
                 "every arm that was asked for has run",
                 f"{drafter} at {gamma}",
             )
         probes = [report.probe_id for report in self._server.reports if report.probe_id]
-        found.expect(
+        findings.expect(
             len(probes) == _PROBE_STEPS,
             "the steps of a probe are reported with its id",
             f"{len(probes)} of {_PROBE_STEPS}",
         )
 
-    def _until(self, holds: Callable[[], bool], what: str) -> None:
-        ends = time.monotonic() + self._wait
-        while not holds():
-            if time.monotonic() > ends:
-                raise TimeoutError(f"{what} did not come within {self._wait:g} s")
+    def _wait_until(self, condition: Callable[[], bool], description: str) -> None:
+        deadline = time.monotonic() + self._wait
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{description} did not come within {self._wait:g} s")
             time.sleep(0.02)
 
 
-def check_introduction(found: Findings, engine: EngineSpec) -> None:
+def check_introduction(findings: Findings, engine: EngineSpec) -> None:
     """Notes what a sidecar would refuse an introduction for."""
     try:
         engine_from_proto(engine)
     except InvalidEngineError as error:
-        found.expect(holds=False, rule="a sidecar takes the introduction", where=str(error))
+        findings.expect(holds=False, rule="a sidecar takes the introduction", location=str(error))
 
 
 def _rules(engine: EngineSpec) -> Iterator[MixtureRule]:

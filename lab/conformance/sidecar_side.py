@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import grpc
 
 from lab.conformance.rules import Findings, check_plan
-from lab.harness.sidecar import row_for
+from lab.harness.sidecar import find_row
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_DFLASH,
     DRAFTER_KIND_MIXTURE,
@@ -54,24 +54,24 @@ def engine_spec(engine_id: str) -> EngineSpec:
     )
 
 
-class PlayedEngine:
+class FakeEngine:
     """Runs what its plans ask for, without computing anything, and reports each step."""
 
     def __init__(self, engine: EngineSpec, seed: int = 1) -> None:
         self.engine = engine
         self._rng = random.Random(seed)
         self._step = 0
-        self._left: dict[int, int] = {}
+        self._probe_steps_left: dict[int, int] = {}
 
     def step(self, plan: Plan) -> StepReport:
         """Returns the report of a step under a plan."""
         self._step += 1
-        row = row_for(plan, BATCH)
+        row = find_row(plan, BATCH)
         drafter, gamma, probe = row.drafter, row.gamma, 0
         if row.HasField("probe"):
-            left = self._left.setdefault(row.probe.probe_id, row.probe.steps)
-            if left:
-                self._left[row.probe.probe_id] = left - 1
+            steps_left = self._probe_steps_left.setdefault(row.probe.probe_id, row.probe.steps)
+            if steps_left:
+                self._probe_steps_left[row.probe.probe_id] = steps_left - 1
                 drafter, gamma, probe = row.probe.drafter, row.probe.gamma, row.probe.probe_id
         accepted = [self._accepted(gamma) for _ in range(BATCH)]
         report = StepReport(
@@ -110,21 +110,21 @@ def _histogram(values: Sequence[int], gamma: int) -> list[int]:
 
 def check_sidecar(address: str, steps: int = 256) -> Findings:
     """Plays an engine; returns the rules that the sidecar broke.  Raises grpc.RpcError."""
-    found = Findings()
+    findings = Findings()
     with grpc.insecure_channel(address) as channel:
         stub = SpeculationServiceStub(channel)
         engine = engine_spec(f"conformance-{time.time_ns() % 10**9}")
         request = IntroduceRequest(engine=engine, engine_secret=f"secret of {engine.engine_id}")
         answer = stub.Introduce(request, timeout=_ANSWER_SECONDS)
-        found.expect(bool(answer.session_id), "an introduction opens a session", "Introduce")
-        check_plan(found, engine, answer.plan, 0)
-        _play(found, stub, PlayedEngine(engine), answer.session_id, answer.plan, steps)
-        _check_refusals(found, stub, request)
-    return found
+        findings.expect(bool(answer.session_id), "an introduction opens a session", "Introduce")
+        check_plan(findings, engine, answer.plan, 0)
+        _play(findings, stub, FakeEngine(engine), answer.session_id, answer.plan, steps)
+        _check_refusals(findings, stub, request)
+    return findings
 
 
 def _play(
-    found: Findings, stub: SpeculationServiceStub, engine: PlayedEngine, session: str, plan: Plan,
+    findings: Findings, stub: SpeculationServiceStub, engine: FakeEngine, session: str, plan: Plan,
     steps: int,
 ) -> None:  # fmt: skip
     outgoing: SimpleQueue[SteerRequest | None] = SimpleQueue()
@@ -134,51 +134,57 @@ def _play(
             yield message
 
     stream = stub.Steer(messages(), timeout=60)
-    sent, newest = 0, plan.epoch
-    while sent < steps:
+    sent_reports, newest = 0, plan.epoch
+    while sent_reports < steps:
         reports = [engine.step(plan) for _ in range(_REPORTS_A_MESSAGE)]
-        if sent == 0:
+        if sent_reports == 0:
             # This report is invalid. The sidecar must still use the rest of its message.
             reports.append(StepReport(step=10**6, batch_size=1, drafter="mtp"))
         outgoing.put(SteerRequest(session_id=session, reports=reports))
-        sent += len(reports)
-        for response in _until_received(stream, sent):
+        sent_reports += len(reports)
+        for response in _receive_until_acknowledged(stream, sent_reports):
             if response.rejections:
                 steps_refused = [rejection.step for rejection in response.rejections]
-                found.expect(
+                findings.expect(
                     steps_refused == [10**6],
                     "an invalid report is refused and the rest of its message is used",
                     f"refused: {steps_refused}",
                 )
             if response.HasField("plan"):
                 plan = response.plan
-                check_plan(found, engine.engine, plan, newest)
+                check_plan(findings, engine.engine, plan, newest)
                 newest = max(newest, plan.epoch)
-    found.expect(newest > 1, "reports lead to new plans", f"epoch {newest} after {sent} reports")
-    found.expect(bool(plan.rules), "an engine with a mixture is sent its rules", "the last plan")
+    findings.expect(
+        newest > 1, "reports lead to new plans", f"epoch {newest} after {sent_reports} reports"
+    )
+    findings.expect(bool(plan.rules), "an engine with a mixture is sent its rules", "the last plan")
     outgoing.put(None)
 
 
-def _until_received(stream: Iterator[SteerResponse], sent: int) -> Iterator[SteerResponse]:
+def _receive_until_acknowledged(
+    stream: Iterator[SteerResponse], sent_reports: int
+) -> Iterator[SteerResponse]:
     for response in stream:
         yield response
-        if response.received_so_far.reports >= sent:
+        if response.received_so_far.reports >= sent_reports:
             return
 
 
-def _check_refusals(found: Findings, stub: SpeculationServiceStub, good: IntroduceRequest) -> None:
-    bad = IntroduceRequest()
-    bad.CopyFrom(good)
-    bad.engine.drafters[3].mixture.free = "dflash"
-    code = _code_of(lambda: stub.Introduce(bad, timeout=_ANSWER_SECONDS))
-    found.expect(
+def _check_refusals(
+    findings: Findings, stub: SpeculationServiceStub, valid_request: IntroduceRequest
+) -> None:
+    invalid_request = IntroduceRequest()
+    invalid_request.CopyFrom(valid_request)
+    invalid_request.engine.drafters[3].mixture.free = "dflash"
+    code = _code_of(lambda: stub.Introduce(invalid_request, timeout=_ANSWER_SECONDS))
+    findings.expect(
         code is grpc.StatusCode.INVALID_ARGUMENT,
         "an introduction that contradicts itself is INVALID_ARGUMENT",
         f"a mixture of no lookup: {code}",
     )
-    lost = iter([SteerRequest(session_id="no such session")])
-    code = _code_of(lambda: list(stub.Steer(lost, timeout=_ANSWER_SECONDS)))
-    found.expect(
+    unknown_session_requests = iter([SteerRequest(session_id="no such session")])
+    code = _code_of(lambda: list(stub.Steer(unknown_session_requests, timeout=_ANSWER_SECONDS)))
+    findings.expect(
         code is grpc.StatusCode.FAILED_PRECONDITION,
         "a session that is unknown is FAILED_PRECONDITION",
         f"Steer: {code}",

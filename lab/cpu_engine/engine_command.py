@@ -50,8 +50,10 @@ def engine_command(
     It runs in float32, because in bfloat16 even SGLang's own speculation differs from plain
     decoding by rounding.  models: the set.
     """
-    own = ["--dtype", "float32", "--skip-server-warmup", *flags]
-    return server_command("lab.cpu_engine.serve", models / "target", port, max_batch_size, own)
+    engine_flags = ["--dtype", "float32", "--skip-server-warmup", *flags]
+    return server_command(
+        "lab.cpu_engine.serve", models / "target", port, max_batch_size, engine_flags
+    )
 
 
 def eagle3_flags(draft: Path, gamma: int) -> list[str]:

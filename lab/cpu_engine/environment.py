@@ -58,8 +58,10 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env.update(_SETTINGS)
     env.update(without_crash_dumps(env))
     folder = str(STANDIN_FOLDER)
-    others = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
-    env["PYTHONPATH"] = os.pathsep.join([folder, *(part for part in others if part != folder)])
+    import_paths = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
+    env["PYTHONPATH"] = os.pathsep.join(
+        [folder, *(part for part in import_paths if part != folder)]
+    )
     # SGLANG_PLUGINS is a whitelist; an empty one lets every plugin in.
     allowed = [name.strip() for name in env.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     if allowed and STANDIN_PLUGIN not in allowed:
@@ -77,8 +79,10 @@ def emulated_cuda_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {name: value for name, value in cpu_engine_env(base).items() if name not in _CPU_ONLY}
     env.update(_EMULATED_CUDA)
     folder = str(STANDIN_FOLDER / "emulated_cuda" / "bin")
-    others = [part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder]
-    env["PATH"] = os.pathsep.join([folder, *others])
+    executable_paths = [
+        part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder
+    ]
+    env["PATH"] = os.pathsep.join([folder, *executable_paths])
     return env
 
 

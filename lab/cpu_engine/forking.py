@@ -50,13 +50,15 @@ def popen(
 
 
 def _descriptors() -> dict[_Key, int]:
-    found = {}
+    descriptors = {}
     for word in os.environ.get(DESCRIPTOR, "").split():
         descriptor, _, variables = word.partition(":")
-        more = dict(one.split("=", 1) for one in variables.split(",") if one)
-        environment = emulated_cuda_env if EMULATION in more else cpu_engine_env
-        found[_key(environment() | more)] = int(descriptor)
-    return found
+        engine_variables = dict(
+            assignment.split("=", 1) for assignment in variables.split(",") if assignment
+        )
+        environment = emulated_cuda_env if EMULATION in engine_variables else cpu_engine_env
+        descriptors[_key(environment() | engine_variables)] = int(descriptor)
+    return descriptors
 
 
 def _key(environment: Mapping[str, str]) -> _Key:

@@ -41,7 +41,7 @@ _GRAPHS: dict[str, tuple[str, ...]] = {
 }
 LOCKSTEP_VARIABLE: Final = "LAB_LOCKSTEP"
 # A trainer that takes longer has failed, and the engine serves without it.
-_MOST_SECONDS: Final = 120.0
+_MAX_WAIT_SECONDS: Final = 120.0
 
 
 def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
@@ -60,7 +60,7 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     return [*defaults, *arguments]
 
 
-def paced(arguments: Sequence[str]) -> list[str]:
+def apply_pace_options(arguments: Sequence[str]) -> list[str]:
     """Sets LAB_PACE if the arguments ask for a pace; returns the arguments for SGLang.
 
     Ends the command with one sentence for a table that cannot be read, for a dilation that cannot
@@ -70,27 +70,27 @@ def paced(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--pace")
     parser.add_argument("--dilation", type=float)
     parser.add_argument("--pace-log", default="")
-    found, others = parser.parse_known_args(arguments)
-    if not found.pace and (found.dilation is not None or found.pace_log):
+    options, sglang_arguments = parser.parse_known_args(arguments)
+    if not options.pace and (options.dilation is not None or options.pace_log):
         raise SystemExit("lab.cpu_engine.serve: --dilation and --pace-log need --pace")
-    if found.pace:
+    if options.pace:
         from lab.cpu_engine.pace.pacer import Pace
         from simulator.errors import InvalidInputError
 
         try:
-            dilation = 1.0 if found.dilation is None else found.dilation
-            pace = Pace(found.pace, dilation, found.pace_log)
+            dilation = 1.0 if options.dilation is None else options.dilation
+            pace = Pace(options.pace, dilation, options.pace_log)
             pace.costs()
         except (InvalidInputError, ValueError) as error:
             raise SystemExit(f"lab.cpu_engine.serve --pace: {error}") from error
         os.environ[PACE_VARIABLE] = pace.as_json()
-    return others
+    return sglang_arguments
 
 
 def main() -> None:
     """Serves until it is stopped, then ends the processes that SGLang started."""
     require_sglang("lab.cpu_engine.serve")
-    arguments = paced(sys.argv[1:])
+    arguments = apply_pace_options(sys.argv[1:])
     enter_cpu_environment()
     run_sglang(with_cpu_defaults(arguments))
 
@@ -148,8 +148,8 @@ def install_lockstep() -> None:
 
     def wait_before_step(self: OnlineUpdates) -> None:
         channel = self._trainer._channel
-        if channel is not None and not self._idle:
-            select([channel._socket], [], [], _MOST_SECONDS)
+        if channel is not None and not self._is_trainer_idle:
+            select([channel._socket], [], [], _MAX_WAIT_SECONDS)
         before_step(self)
 
     type.__setattr__(OnlineUpdates, "before_step", wait_before_step)

@@ -55,7 +55,7 @@ def demo(
     seeds = range(seed, seed + _FULL_SEEDS) if full else [seed] * repeats
     options = DemoOptions(
         table=pace,
-        streams=tuple(build_stream(stream.value, plans, one) for one in seeds),
+        streams=tuple(build_stream(stream.value, plans, stream_seed) for stream_seed in seeds),
         dilation=dilation,
         profile_seconds=_PROFILE_SECONDS[stream],
         output=output,
@@ -63,7 +63,7 @@ def demo(
         unpaced=unpaced,
     )
     terminal = Terminal()
-    with terminal.failing("The demo failed"):
+    with terminal.exit_on_error("The demo failed"):
         outcome = run(options, terminal)
     report.show(outcome, terminal)
     terminal.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")

@@ -103,10 +103,10 @@ class _ExactPart(Harness):
 
     def start(self, policies: Sequence[str]) -> None:
         """Starts everything side by side, and waits for it."""
-        with self._terminal.working("engines with the small trained models, without a pace"):
+        with self._terminal.show_progress("engines with the small trained models, without a pace"):
             self._start_sidecar(self._sidecar)
             for policy in policies:
-                self._keep(
+                self._register_engine(
                     launch_engine(
                         policy,
                         lambda port, policy=policy: engine_command(  # type: ignore[misc]
@@ -130,11 +130,11 @@ class _ExactPart(Harness):
     ) -> ExactPlay:
         """Plays the prompts and compares every token; the steered engine changes its arm."""
         if not is_steered(policy):
-            return compared(policy, expected, self.answers(policy, stream), ())
+            return compare_answers(policy, expected, self.answers(policy, stream), ())
         with self._sidecar.pinned(3) as pin, RandomArms(pin, ARMS, seed):
-            found = self.answers(policy, stream)
+            answers = self.answers(policy, stream)
         arms = dict.fromkeys(f"{r.drafter} {r.gamma}" if r.gamma else "0" for r in pin.reports)
-        return compared(policy, expected, found, tuple(sorted(arms)))
+        return compare_answers(policy, expected, answers, tuple(sorted(arms)))
 
 
 def environment(policy: str, place: Workplace) -> dict[str, str]:
@@ -145,15 +145,15 @@ def environment(policy: str, place: Workplace) -> dict[str, str]:
     return steered_by(place.address, STEERED, GAMMAS) | second
 
 
-def compared(
-    policy: str, expected: Sequence[Answer], found: Sequence[Answer], arms: tuple[str, ...]
+def compare_answers(
+    policy: str, expected: Sequence[Answer], answers: Sequence[Answer], arms: tuple[str, ...]
 ) -> ExactPlay:
     """Compares answers token by token with those expected, of the same requests in order."""
     mismatches = []
-    for wanted, answer in zip(expected, found, strict=True):
-        pairs = enumerate(zip(wanted.tokens, answer.tokens, strict=True))
-        first = next(((at, a, b) for at, (a, b) in pairs if a != b), None)
+    for expected_answer, answer in zip(expected, answers, strict=True):
+        pairs = enumerate(zip(expected_answer.tokens, answer.tokens, strict=True))
+        first = next(((position, a, b) for position, (a, b) in pairs if a != b), None)
         if first is not None:
-            mismatches.append(Mismatch(wanted.request.index, *first))
-    tokens = sum(len(answer.tokens) for answer in found)
-    return ExactPlay(policy, tokens, acceptance_length(found), tuple(mismatches), arms)
+            mismatches.append(Mismatch(expected_answer.request.index, *first))
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return ExactPlay(policy, tokens, acceptance_length(answers), tuple(mismatches), arms)

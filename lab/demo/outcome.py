@@ -24,8 +24,8 @@ class DemoOutcome:
     """Holds all results of one run.
 
     plays: policy -> its plays, one a repeat, in order; the last policy is the steered one.
-    oracles: of the stream of each repeat.  lost: of each steered play.  exact: empty where the
-    unpaced part was left out.  paced: the costs were imposed; otherwise they were measured, and
+    oracles: of the stream of each repeat.  lost_times: of each steered play.  exact: empty where
+    the unpaced part was left out.  paced: the costs were imposed; otherwise they were measured, and
     the plays took what they took.
     """
 
@@ -34,7 +34,7 @@ class DemoOutcome:
     dilation: float
     oracles: tuple[Oracle, ...]
     plays: Mapping[str, tuple[StreamPlay, ...]]
-    lost: tuple[LostTime, ...]
+    lost_times: tuple[LostTime, ...]
     exact: tuple[ExactPlay, ...]
     profile: Mapping[str, Any]
     paced: bool = True
@@ -45,7 +45,7 @@ class DemoOutcome:
         return tuple(self.plays)
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def compared_policies(self) -> tuple[str, ...]:
         """Lists the policies that the steered one is compared with."""
         return tuple(policy for policy in self.plays if policy != STEERED)
 
@@ -60,18 +60,18 @@ class DemoOutcome:
     def ratio(self, policy: str, phase: int | None = None) -> Spread:
         """Tokens/s of the steered engine over another's, repeat by repeat."""
         if phase is None:
-            return self.rates(STEERED).over(self.rates(policy))
-        return self.phase_rates(STEERED, phase).over(self.phase_rates(policy, phase))
+            return self.rates(STEERED).ratio_to(self.rates(policy))
+        return self.phase_rates(STEERED, phase).ratio_to(self.phase_rates(policy, phase))
 
     def share_of_oracle(self, policy: str) -> Spread:
         """Tokens/s over those of the best arm of each phase, computed from the costs."""
         best = Spread(tuple(oracle.oracle.rate for oracle in self.oracles))
-        return self.rates(policy).over(best)
+        return self.rates(policy).ratio_to(best)
 
     def phase_shares(self, policy: str, phase: int) -> Spread:
         """The same of one phase, counted from 0."""
         best = Spread(tuple(oracle.oracle.phases[phase] for oracle in self.oracles))
-        return self.phase_rates(policy, phase).over(best)
+        return self.phase_rates(policy, phase).ratio_to(best)
 
     def time_over_costs(self, policy: str) -> float:
         """Seconds of the decode steps over those by the costs; arms without a cost are left out.
@@ -79,22 +79,22 @@ class DemoOutcome:
         About 1 where the costs are imposed.  Elsewhere it tells how well the profile fits an
         engine: a gain by this factor is not due to the policy's choices.
         """
-        took = priced = 0.0
+        step_seconds = priced_seconds = 0.0
         for play in self.plays[policy]:
             for step in play.decode_steps:
                 arm = Arm(step.drafter if step.gamma else OWN, step.gamma)
                 if arm in self.costs.surface.arms:
                     warm = bool(step.drafter) and not step.asleep
-                    took += step.seconds
-                    priced += self.costs.decode_seconds(
+                    step_seconds += step.seconds
+                    priced_seconds += self.costs.decode_seconds(
                         arm, step.batch_size, step.kv_tokens, warm=warm
                     )
-        return took / priced if priced else 0.0
+        return step_seconds / priced_seconds if priced_seconds else 0.0
 
     def exactness(self, policy: str) -> bool | None:
         """Whether every token of the unpaced part was plain decoding's; None if it was not run."""
-        found = next((play for play in self.exact if play.policy == policy), None)
-        return None if found is None else not found.mismatches
+        exact_play = next((play for play in self.exact if play.policy == policy), None)
+        return None if exact_play is None else not exact_play.mismatches
 
     @property
     def all_exact(self) -> bool:
@@ -123,13 +123,13 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
                     for number in range(len(outcome.stream.phases))
                 ],
             }
-            for policy in outcome.others
+            for policy in outcome.compared_policies
         },
         "oracle": [_oracle(oracle) for oracle in outcome.oracles],
         "lost_time": [
-            {name: round(value, 5) for name, value in asdict(lost).items()}
-            | {"total": round(lost.total, 5)}
-            for lost in outcome.lost
+            {name: round(value, 5) for name, value in asdict(lost_time).items()}
+            | {"total": round(lost_time.total, 5)}
+            for lost_time in outcome.lost_times
         ],
         "exact": [asdict(play) for play in outcome.exact],
         "stream": {
@@ -152,7 +152,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
 def _label(outcome: DemoOutcome) -> dict[str, Any]:
     """Says what is imposed, drawn, measured and real, for a reader and for the picture."""
     kinds = sorted({k for phase in outcome.stream.phases for k in phase.domains})
-    drawn = {
+    acceptance_sources = {
         kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
         for kind in kinds
     }
@@ -163,7 +163,7 @@ def _label(outcome: DemoOutcome) -> dict[str, Any]:
             f"{source}.\nAcceptance is drawn from measured curves, alike for all policies.",
             "measured": "the duration of every step: nothing is imposed",
             "oracle": f"computed from the {source}",
-            "drawn": drawn,
+            "drawn": acceptance_sources,
             "real": "SGLang with its kernels, graphs and schedule, the shim, the link, the sidecar",
             "time": "",
         }
@@ -171,7 +171,7 @@ def _label(outcome: DemoOutcome) -> dict[str, Any]:
         "title": f"Step times are imposed: {source}.\nAcceptance is drawn from measured curves; "
         "scheduler, batching, shim, link and sidecar are real.",
         "imposed": f"the duration of every step: {source}",
-        "drawn": drawn,
+        "drawn": acceptance_sources,
         "real": "SGLang's scheduler and batching, the shim, the link, the sidecar, the profile",
         "dilation": outcome.dilation,
         "unit": "tokens/s, seconds and milliseconds are of the model's time",
@@ -186,7 +186,10 @@ def _oracle(oracle: Oracle) -> dict[str, Any]:
         "phases": [round(rate, 2) for rate in oracle.oracle.phases],
         "over_best_static": round(oracle.gain, 4),
         "best_static": arm_name(oracle.best_static),
-        "statics": {arm_name(arm): round(found.rate, 2) for arm, found in oracle.statics.items()},
+        "statics": {
+            arm_name(arm): round(static_result.rate, 2)
+            for arm, static_result in oracle.statics.items()
+        },
     }
 
 
@@ -214,7 +217,7 @@ def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
 
 def _play(play: StreamPlay) -> dict[str, Any]:
     steps = play.decode_steps
-    origin = play.edges[0][0]
+    origin = play.phase_bounds[0][0]
     every = max(1, len(steps) // _SAMPLES_MAX)
     return {
         "tokens_per_second": round(play.tokens_per_second, 2),
@@ -224,14 +227,16 @@ def _play(play: StreamPlay) -> dict[str, Any]:
         "token_milliseconds": {f"p{p}": round(play.token_milliseconds(p), 3) for p in (50, 90, 99)},
         "latency_seconds": {f"p{p}": round(play.latency_seconds(p), 3) for p in (50, 90, 99)},
         "probes": sum(step.probe > 0 for step in steps),
-        "switches": sum(_arm(one) != _arm(next_one) for one, next_one in pairwise(steps)),
+        "switches": sum(_arm(earlier) != _arm(later) for earlier, later in pairwise(steps)),
         "shim_microseconds": round(1e6 * sum(s.shim_seconds for s in steps) / len(steps), 1),
         "unsteered": sum(not step.steered for step in steps),
         "choices": [
             {choice: round(share, 4) for choice, share in play.choices(number).items()}
             for number in range(len(play.stream.phases))
         ],
-        "began": [round((began - origin) / play.dilation, 3) for began, _ in play.edges],
+        "began": [
+            round((phase_start - origin) / play.dilation, 3) for phase_start, _ in play.phase_bounds
+        ],
         "samples": [_sample(step, play) for step in steps[::every]],
         "probe_samples": [_sample(step, play) for step in steps if step.probe],
     }
@@ -243,5 +248,5 @@ def _arm(step: LoggedStep) -> tuple[str, int, bool]:
 
 def _sample(step: LoggedStep, play: StreamPlay) -> list[Any]:
     """Seconds since the stream began, batch size, draft length, drafter."""
-    began = (step.began - play.edges[0][0]) / play.dilation
-    return [round(began, 3), step.batch_size, step.gamma, step.drafter]
+    start_seconds = (step.began - play.phase_bounds[0][0]) / play.dilation
+    return [round(start_seconds, 3), step.batch_size, step.gamma, step.drafter]

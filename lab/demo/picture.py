@@ -36,11 +36,11 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     runs = {run["policy"]: run for run in document["runs"]}
     figure = plt.figure(figsize=(13.0, 9.0), layout="constrained")
     grid = figure.add_gridspec(3, 2, height_ratios=(1.0, 0.7, 1.1))
-    _over_time(document, runs[STEERED], figure.add_subplot(grid[0, :]), legend=True)
+    _draw_timeline(document, runs[STEERED], figure.add_subplot(grid[0, :]), legend=True)
     if ADAPTIVE in runs:
-        _over_time(document, runs[ADAPTIVE], figure.add_subplot(grid[1, :]), legend=False)
-    _speeds(document, figure.add_subplot(grid[2, 0]))
-    _phases(document, figure.add_subplot(grid[2, 1]))
+        _draw_timeline(document, runs[ADAPTIVE], figure.add_subplot(grid[1, :]), legend=False)
+    _draw_speeds(document, figure.add_subplot(grid[2, 0]))
+    _draw_phases(document, figure.add_subplot(grid[2, 1]))
     figure.suptitle(document["label"]["title"], fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -48,11 +48,11 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _colour(document: Mapping[str, Any], policy: str) -> str:
-    others = [run["policy"] for run in document["runs"] if run["policy"] != STEERED]
-    return _STEERED_COLOUR if policy == STEERED else _COLOURS[others.index(policy)]
+    compared_policies = [run["policy"] for run in document["runs"] if run["policy"] != STEERED]
+    return _STEERED_COLOUR if policy == STEERED else _COLOURS[compared_policies.index(policy)]
 
 
-def _over_time(
+def _draw_timeline(
     document: Mapping[str, Any], run: Mapping[str, Any], axes: "Axes", *, legend: bool
 ) -> None:
     # The play whose speed is the median one.
@@ -66,12 +66,12 @@ def _over_time(
     times, sizes, gammas, drafters = zip(*samples, strict=True)
     highest = max(7, *gammas)
     ends = [*play["began"][1:], play["seconds"]]
-    for number, (left, right) in enumerate(zip(play["began"], ends, strict=True)):
-        batch.axvspan(left, right, color=_SHADES[number % 2], linewidth=0)
+    for number, (start, end) in enumerate(zip(play["began"], ends, strict=True)):
+        batch.axvspan(start, end, color=_SHADES[number % 2], linewidth=0)
         phase = phases[number]
         if legend:
             axes.text(
-                (left + right) / 2, highest + 0.6,
+                (start + end) / 2, highest + 0.6,
                 f"{phase['phase']}\n{'+'.join(phase['kinds'])} ×{phase['concurrency']}",
                 ha="center", va="bottom", fontsize=8,
             )  # fmt: skip
@@ -105,7 +105,7 @@ def _over_time(
         axes.legend(loc="upper right", fontsize=8, frameon=False)
 
 
-def _speeds(document: Mapping[str, Any], axes: "Axes") -> None:
+def _draw_speeds(document: Mapping[str, Any], axes: "Axes") -> None:
     names = [run["policy"] for run in document["runs"]]
     spreads = [run["rates"] for run in document["runs"]]
     places = range(len(names))
@@ -128,15 +128,15 @@ def _speeds(document: Mapping[str, Any], axes: "Axes") -> None:
     axes.set_xticks(list(places), names)
     axes.set_ylim(0, max(oracle, *(s["high"] for s in spreads)) * 1.25)
     axes.set_ylabel(f"tokens/s {document['label']['time']}".strip())
-    lost = "  ".join(
+    lost_text = "  ".join(
         f"{cause} {share:.1%}" for cause, share in document["lost_time"][0].items()
         if cause != "total"
     )  # fmt: skip
     axes.set_title("whole day", loc="left", fontsize=11)
-    axes.set_xlabel(f"steered lost, by cause: {lost} (hidden)", fontsize=8)
+    axes.set_xlabel(f"steered lost, by cause: {lost_text} (hidden)", fontsize=8)
 
 
-def _phases(document: Mapping[str, Any], axes: "Axes") -> None:
+def _draw_phases(document: Mapping[str, Any], axes: "Axes") -> None:
     runs, phases = document["runs"], document["stream"]["phases"]
     width = 0.8 / len(runs)
     for number, run in enumerate(runs):

@@ -10,7 +10,7 @@ from lab.paced.lost_time import Oracle
 from lab.paced.traffic import Stream
 
 # Choices that ran less are left out of the table.
-_LEAST_SHOWN = 0.05
+_MIN_SHOWN_SHARE = 0.05
 
 
 def show_table(
@@ -43,27 +43,33 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     )  # fmt: skip
     terminal.table(
         "By phase: tokens/s, and steered ÷ each",
-        ["phase", *outcome.policies, *(f"÷ {p}" for p in outcome.others)],
+        ["phase", *outcome.policies, *(f"÷ {p}" for p in outcome.compared_policies)],
         [_phase_row(outcome, number) for number in range(len(outcome.stream.phases))],
     )
-    moving = [policy for policy in (ADAPTIVE, STEERED) if policy in outcome.plays]
+    adaptive_policies = [policy for policy in (ADAPTIVE, STEERED) if policy in outcome.plays]
     terminal.table(
         "Drafter and draft length by phase, share of steps",
-        ["phase", "best", *moving],
-        [_choice_row(outcome, number, moving) for number in range(len(outcome.stream.phases))],
+        ["phase", "best", *adaptive_policies],
+        [
+            _choice_row(outcome, number, adaptive_policies)
+            for number in range(len(outcome.stream.phases))
+        ],
     )
-    for lost in outcome.lost:
+    for lost_time in outcome.lost_times:
         terminal.say(
-            f"Lost against the best arm of every single step: {lost.total:.1%} of the time "
-            f"(waiting for information {lost.waiting:.1%}, probing {lost.probing:.1%}, switching "
-            f"{lost.switching:.1%}, wrong estimates {lost.estimates:.1%}, link {lost.link:.1%}); "
-            f"the shim's own work, hidden behind the step: {lost.shim:.1%}"
+            f"Lost against the best arm of every single step: {lost_time.total:.1%} of the time "
+            f"(waiting for information {lost_time.waiting:.1%}, probing {lost_time.probing:.1%}, "
+            "switching "
+            f"{lost_time.switching:.1%}, wrong estimates {lost_time.estimates:.1%}, link "
+            f"{lost_time.link:.1%}); "
+            f"the shim's own work, hidden behind the step: {lost_time.shim:.1%}"
         )
     for play in outcome.exact:
-        for wrong in play.mismatches[:3]:
+        for mismatch in play.mismatches[:3]:
             terminal.say(
-                f"NOT EXACT: {play.policy}, request {wrong.request}: token {wrong.position} is "
-                f"{wrong.found}, plain decoding gave {wrong.expected}"
+                f"NOT EXACT: {play.policy}, request {mismatch.request}: token {mismatch.position} "
+                "is "
+                f"{mismatch.found}, plain decoding gave {mismatch.expected}"
             )
     if outcome.exact:
         tokens = sum(play.tokens for play in outcome.exact)
@@ -118,7 +124,7 @@ def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
     return [
         f"{phase.name} ×{phase.concurrency}",
         *(f"{outcome.phase_rates(p, number).median:.0f}" for p in outcome.policies),
-        *(f"{outcome.ratio(p, number).median:.3f}" for p in outcome.others),
+        *(f"{outcome.ratio(p, number).median:.3f}" for p in outcome.compared_policies),
     ]
 
 
@@ -126,11 +132,11 @@ def _choice_row(outcome: DemoOutcome, number: int, policies: list[str]) -> list[
     cells = []
     for policy in policies:
         choices = outcome.plays[policy][0].choices(number)
-        shown = [
+        choice_texts = [
             f"{choice.removeprefix('eagle3 ')}: {share:.0%}"
             for choice, share in choices.items()
-            if share >= _LEAST_SHOWN
+            if share >= _MIN_SHOWN_SHARE
         ]
-        cells.append(" ".join(shown))
+        cells.append(" ".join(choice_texts))
     best = arm_name(outcome.oracles[0].arms[number]).removeprefix("eagle3 ")
     return [outcome.stream.phases[number].name, best, *cells]

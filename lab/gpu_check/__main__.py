@@ -81,15 +81,15 @@ def check(
     terminal = Terminal()
     device = Device.EMULATED if emulated else Device.CPU if cpu else Device.GPU
     try:
-        known = EMULATED if emulated else load_shape(shape)
-        asked = GpuCheckOptions(
-            shape=known,
+        model_shape = EMULATED if emulated else load_shape(shape)
+        check_options = GpuCheckOptions(
+            shape=model_shape,
             device=device,
             parts=parse_parts(parts),
             seconds=60.0 * minutes,
             output=output,
             scale=parse_scale(scale),
-            graph_sizes=() if emulated else parse_sizes(graph_sizes, known.max_batch),
+            graph_sizes=() if emulated else parse_sizes(graph_sizes, model_shape.max_batch),
             startup_seconds=startup_seconds,
             engine_options=tuple(options or ()),
             small_options=tuple(shlex.split(small_options)),
@@ -99,7 +99,7 @@ def check(
         terminal.say(str(error))
         raise typer.Exit(EXIT_USAGE) from error
     if plan:
-        show_plan(asked, terminal)
+        show_plan(check_options, terminal)
         return
     if device is Device.GPU and not gpus():
         terminal.say(
@@ -109,34 +109,36 @@ def check(
         )
         raise typer.Exit(EXIT_USAGE)
     try:
-        with terminal.failing("The check failed"):
-            found = run(asked, terminal)
+        with terminal.exit_on_error("The check failed"):
+            document = run(check_options, terminal)
     except (KeyboardInterrupt, SystemExit):
         terminal.say_stopped(output / "page.md")
         raise
     terminal.say(
-        f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'} and {output / 'result.json'}"
+        f"\n{page.markdown(document)}\n\nTo send: {output / 'page.md'} and {output / 'result.json'}"
     )
-    if found["failed"] or page.wrong_tokens(found):
+    if document["failed"] or page.wrong_tokens(document):
         raise typer.Exit(EXIT_FAILED)
-    if page.problems(found):
+    if page.problems(document):
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def parse_sizes(given: str, most: int) -> tuple[int, ...]:
+def parse_sizes(text: str, batch_max: int) -> tuple[int, ...]:
     """Reads batch sizes separated by commas, ascending; most: of the shape.  Raises ValueError."""
-    words = [word.strip() for word in given.split(",") if word.strip()]
-    if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
-        raise ValueError(f"--graph-sizes {given!r}: name batch sizes of 1 to {most}, as in 1,4,16")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and 1 <= int(word) <= batch_max for word in words):
+        raise ValueError(
+            f"--graph-sizes {text!r}: name batch sizes of 1 to {batch_max}, as in 1,4,16"
+        )
     return tuple(sorted({int(word) for word in words}))
 
 
-def show_plan(asked: GpuCheckOptions, terminal: Terminal) -> None:
+def show_plan(options: GpuCheckOptions, terminal: Terminal) -> None:
     """Prints counts and estimated seconds of each part."""
-    scale = choose_scale(asked)
-    planned = planned_parts(asked, scale)
+    scale = choose_scale(options)
+    planned = planned_parts(options, scale)
     terminal.table(
-        f"Scale: {scale.name}; budget: {asked.seconds / 60:g} minutes",
+        f"Scale: {scale.name}; budget: {options.seconds / 60:g} minutes",
         ["part", "starts", "captures", "steps", "prompts", "waits, s", "total, s"],
         [
             [
@@ -146,11 +148,11 @@ def show_plan(asked: GpuCheckOptions, terminal: Terminal) -> None:
             for part in planned
         ],
     )  # fmt: skip
-    together = total_seconds(planned)
-    terminal.say(f"Together {together:.0f} s. Prices: {asked.prices.source}.")
-    if together > asked.seconds:
+    planned_seconds = total_seconds(planned)
+    terminal.say(f"Together {planned_seconds:.0f} s. Prices: {options.prices.source}.")
+    if planned_seconds > options.seconds:
         terminal.say(
-            f"The budget is {asked.seconds:.0f} s: what does not fit is left out, the last parts "
+            f"The budget is {options.seconds:.0f} s: what does not fit is left out, the last parts "
             "first.  Give more --minutes, fewer --parts or fewer --graph-sizes."
         )
 

@@ -22,12 +22,12 @@ def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
 
 def register() -> None:
     """Installs the curve in an engine of the check; SGLang calls this as an entry point."""
-    given = os.environ.get(VARIABLE)
-    if not given:
+    setting = os.environ.get(VARIABLE)
+    if not setting:
         return
     from sglang.srt.speculative import spec_utils
 
-    pairs = (part.partition("=") for part in given.split(","))
+    pairs = (part.partition("=") for part in setting.split(","))
     acceptance = DrawnAcceptance({name: float(value) for name, _, value in pairs})
     # Any length above 0 has SGLang ask; the answer comes from here.
     spec_utils.SIMULATE_ACC_LEN = 1.0
@@ -41,7 +41,7 @@ class DrawnAcceptance:
         self._probabilities = probabilities
         self._survival: dict[tuple[str, int], Any] = {}
         self._block_drafted = False
-        self._watching = False
+        self._is_watching = False
 
     def accept(
         self, accept_index: Any, predict: Any, num_correct_drafts: Any, spec_steps: int, **_: Any
@@ -55,7 +55,7 @@ class DrawnAcceptance:
 
         from lab.cpu_engine.pace.acceptance import write_accepted
 
-        drafter = "dflash" if self._was_block() else "eagle3"
+        drafter = "dflash" if self._take_block_drafted() else "eagle3"
         device, size = accept_index.device, accept_index.shape[0]
         key = (drafter, spec_steps)
         if key not in self._survival:
@@ -64,14 +64,14 @@ class DrawnAcceptance:
         correct = (torch.rand(size, 1, device=device) < self._survival[key]).sum(1)
         return write_accepted(accept_index, predict, num_correct_drafts, correct, spec_steps)
 
-    def _was_block(self) -> bool:
+    def _take_block_drafted(self) -> bool:
         """Whether DFlash drafted this step; False in the first step, before the hook is set."""
         second = sys.modules.get("engine_shim.sglang.drafters.dual")
-        if second is not None and not self._watching:
-            self._watching = True
+        if second is not None and not self._is_watching:
+            self._is_watching = True
             self._watch(second.DualDrafter)
-        found, self._block_drafted = self._block_drafted, False
-        return found
+        block_drafted, self._block_drafted = self._block_drafted, False
+        return block_drafted
 
     def _watch(self, drafter: Any) -> None:
         original = drafter.draft

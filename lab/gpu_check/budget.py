@@ -41,7 +41,7 @@ class Work:
         """Adds the counts."""
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
 
-    def times(self, count: int) -> "Work":
+    def multiply(self, count: int) -> "Work":
         """Returns the work of doing this `count` times."""
         return Work(*(getattr(self, f.name) * count for f in fields(Work)))
 
@@ -87,24 +87,25 @@ class Deadline:
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = clock()
+        self._start = clock()
         self._seconds = seconds
 
     @property
     def elapsed(self) -> float:
         """Seconds since the check began."""
-        return self._clock() - self._began
+        return self._clock() - self._start
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """Seconds that are left; negative after the end."""
         return self._seconds - self.elapsed
 
-    def require(self, seconds: float, what: str) -> None:
-        """Raises OutOfTimeError if fewer seconds are left.  what: takes them, for the text."""
-        if self.left < seconds:
+    def require(self, seconds: float, activity: str) -> None:
+        """Raises OutOfTimeError if fewer seconds are left.  activity: takes them, for the text."""
+        if self.remaining_seconds < seconds:
             raise OutOfTimeError(
-                f"{what} takes about {seconds:.0f} s, and {max(self.left, 0.0):.0f} s are left"
+                f"{activity} takes about {seconds:.0f} s, and "
+                f"{max(self.remaining_seconds, 0.0):.0f} s are left"
             )
 
 
@@ -165,23 +166,23 @@ class Planner:
         self.has_profile = False
         self._running: tuple[str, ...] = ()
 
-    def only(self, *policies: str) -> Work:
+    def count_starts(self, *policies: str) -> Work:
         """Counts the starts of these engines, except those that run; all others are stopped."""
         work = Work()
         for policy in policies:
             if policy in self._running:
                 continue
-            work += Work(launches=1, captures=self.captures(policy))
+            work += Work(launches=1, captures=self.count_captures(policy))
             if policy in SHAPE_ENGINES:
                 work += self.play(warm_up_loads(self.shape))
         self._running = policies
         return work
 
-    def captures(self, policy: str) -> int:
+    def count_captures(self, policy: str) -> int:
         """Counts the CUDA graphs of an engine."""
         if policy in small_engines.SMALL_ENGINES:
-            return small_engines.captures(policy, self.device)
-        return engines.captures(policy, self.shape, self.graph_sizes)
+            return small_engines.count_captures(policy, self.device)
+        return engines.count_captures(policy, self.shape, self.graph_sizes)
 
     def play(
         self,
@@ -191,11 +192,12 @@ class Planner:
     ) -> Work:
         """Counts one play of loads, or of a stream.
 
-        arm: that runs, None for plain decoding.  tokens_a_step: instead of what the arm gives.
+        arm: that runs, None for plain decoding.  mean_tokens_per_step: instead of what the arm
+        gives.
         """
         gain = tokens_a_step or (1.0 if arm is None else self.tokens_a_step(arm))
         work = Work()
-        for load in map(_load_of, loads):
+        for load in map(_as_load, loads):
             tokens = load.requests * load.new_tokens / load.concurrency
             work += Work(passes=math.ceil(tokens / gain), requests=load.requests)
         return work
@@ -207,7 +209,7 @@ class Planner:
         return float(sum(probability**k for k in range(gamma + 1)))
 
 
-def _load_of(load: Load | StreamPhase) -> Load:
+def _as_load(load: Load | StreamPhase) -> Load:
     """Returns a phase as a load of equal requests, without their prompts."""
     if isinstance(load, Load):
         return load

@@ -32,11 +32,11 @@ from lab.harness.terminal import Terminal
 
 Arm = tuple[str, int]
 # An engine and the arm that it is pinned to; None if its arm is not pinned.
-Held = tuple[str, Arm | None]
+Contender = tuple[str, Arm | None]
 
 _STEERED_ENGINES = (STEERED, PINNED, PINNED_NO_OVERLAP, *small_engines.STEERED_SMALL)
 # A play is not begun when less is left, because what it would measure could not be written.
-_LEAST_SECONDS = 2.0
+_MIN_PLAY_SECONDS = 2.0
 # Parts that never have two engines of the shape at once.
 _PARTS_WITH_ONE_ENGINE = ("exact", "rounding", "learning", "outage", "costs", "graphs", "switches")
 
@@ -105,7 +105,7 @@ class Check(Harness):
 
     # Engines.
 
-    def only(self, *policies: str) -> None:
+    def run_only(self, *policies: str) -> None:
         """Stops all engines but these, and starts those of them that do not run."""
         for policy in [policy for policy in self._engines if policy not in policies]:
             self._note_losses(policy)
@@ -154,19 +154,19 @@ class Check(Harness):
                 states: list[dict[str, Any]] = json.load(answer)["internal_states"]
         except OSError as error:
             raise EngineFailedError(f"{policy}: {url} is not answered: {error}") from error
-        found: dict[str, Any] = states[0]["speculation_controller"]
-        return found
+        status: dict[str, Any] = states[0]["speculation_controller"]
+        return status
 
     # Plays.
 
     def play(self, policy: str, stream: Sequence[StreamPhase], text: str = "") -> Play:
         """Plays a stream on an engine.  Raises OutOfTimeError when no time is left."""
-        self.deadline.require(_LEAST_SECONDS, text or policy)
+        self.deadline.require(_MIN_PLAY_SECONDS, text or policy)
         played = self._play(policy, stream, text or policy)
         self.count(played)
         return played
 
-    def play_unshown(self, policy: str, stream: Sequence[StreamPhase]) -> Play:
+    def play_silently(self, policy: str, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream in another thread than the one that writes to the terminal."""
         return self._engines[policy].play(stream)
 
@@ -182,48 +182,50 @@ class Check(Harness):
         with self.sidecar(policy).pinned(gamma, drafter) as pin:
             return self.play(policy, stream, f"{policy}: {drafter} γ = {gamma}"), pin
 
-    def play_held(self, held: Held, stream: Sequence[StreamPhase]) -> Play:
+    def play_contender(self, contender: Contender, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream on an engine, held to an arm or not."""
-        policy, arm = held
+        policy, arm = contender
         if arm is None:
             return self.play(policy, stream)
         return self.play_pinned(policy, arm, stream)[0]
 
-    def pairs(
-        self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]
+    def play_pairs(
+        self, first: Contender, second: Contender, stream: Sequence[StreamPhase]
     ) -> tuple[list[Play], list[Play]]:
         """Plays in turns, in reverse order every second time (A B B A), after a warm-up pair."""
-        plays: dict[Held, list[Play]] = {ours: [], theirs: []}
+        plays: dict[Contender, list[Play]] = {first: [], second: []}
         for repeat in range(self.scale.repeats + 1):
-            for held in (ours, theirs) if repeat % 2 == 0 else (theirs, ours):
-                plays[held].append(self.play_held(held, stream))
-        return plays[ours][1:], plays[theirs][1:]
+            for contender in (first, second) if repeat % 2 == 0 else (second, first):
+                plays[contender].append(self.play_contender(contender, stream))
+        return plays[first][1:], plays[second][1:]
 
-    def ratio(self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]) -> dict[str, Any]:
+    def measure_ratio(
+        self, first: Contender, second: Contender, stream: Sequence[StreamPhase]
+    ) -> dict[str, Any]:
         """Compares tokens/s, pair by pair."""
-        return paired_ratio(*self.pairs(ours, theirs, stream)).as_json()
+        return paired_ratio(*self.play_pairs(first, second, stream)).as_json()
 
     # Starting.
 
     def _start(self, policy: str) -> None:
-        began = time.monotonic()
-        limit = min(self.options.startup_seconds, self.deadline.left)
+        start_time = time.monotonic()
+        limit = min(self.options.startup_seconds, self.deadline.remaining_seconds)
         self.deadline.require(self.options.prices.launch / 2, f"the start of the engine {policy}")
-        with self.terminal.working(f"engine: {policy}") as work:
-            engine = self._keep(self._launch(policy))
+        with self.terminal.show_progress(f"engine: {policy}") as work:
+            engine = self._register_engine(self._launch(policy))
             try:
                 engine.wait_ready(
                     limit,
-                    lambda: work.update(f"{time.monotonic() - began:.0f} s"),
+                    lambda: work.update(f"{time.monotonic() - start_time:.0f} s"),
                     self.sidecar(policy) if policy in _STEERED_ENGINES else None,
                 )
             except EngineFailedError as error:
                 self._engines.pop(policy).child.stop()
-                if self.deadline.left > 0:
+                if self.deadline.remaining_seconds > 0:
                     raise
                 text = f"the engine {policy} had not started within the budget"
                 raise OutOfTimeError(text) from error
-            seconds = round(time.monotonic() - began, 1)
+            seconds = round(time.monotonic() - start_time, 1)
             work.result = f"ready after {seconds} s"
         self.tally.launches += 1
         self.tally.launch_seconds += seconds
@@ -240,20 +242,20 @@ class Check(Harness):
             if policy in (PINNED, PINNED_NO_OVERLAP):
                 variables |= shim_time.variables(self.shim_times)
             return engines.launch(policy, self.setting, self.place, variables)
-        own = (
+        engine_variables = (
             small_engines.environment(policy, self.place.address, self.options.device)
             | self._plugins
         )
         if not small_engines.is_bfloat16(policy):
-            own |= {float32_rmsnorm.VARIABLE: "1"}
+            engine_variables |= {float32_rmsnorm.VARIABLE: "1"}
         if policy == small_engines.LEARNING:
-            own |= syncs.variables(self.ledger.with_stem(policy))
+            engine_variables |= syncs.variables(self.ledger.with_stem(policy))
         return launch_engine(
             policy,
             lambda port: small_engines.command(
                 policy, port, self.options.small_options, self.options.device
             ),
-            own,
+            engine_variables,
             self.place,
             popen,
         )
@@ -263,12 +265,12 @@ class Check(Harness):
         if policy not in _STEERED_ENGINES:
             return
         try:
-            lost = self.status(policy)["lost"]
+            lost_capabilities = self.status(policy)["lost"]
         except EngineFailedError as error:
             # It is about to be stopped, so its failure does not matter to the next part.
-            lost = [{"capability": "the engine", "reason": str(error)}]
-        if lost:
-            self.document.setdefault("lost", {})[policy] = lost
+            lost_capabilities = [{"capability": "the engine", "reason": str(error)}]
+        if lost_capabilities:
+            self.document.setdefault("lost", {})[policy] = lost_capabilities
 
     def _count_captures(self, policy: str) -> None:
         """Notes how long the captures of the further draft lengths took."""
@@ -279,7 +281,7 @@ class Check(Harness):
             else self.setting.graph_sizes
         )
         gammas = tuple(map(int, prepared))
-        self.tally.captures += small_engines.chain_captures(gammas, len(sizes))
+        self.tally.captures += small_engines.count_chain_captures(gammas, len(sizes))
         self.tally.capture_seconds += sum(state["seconds"] for state in prepared.values())
 
 

@@ -62,17 +62,17 @@ def build_stream(prompts_per_domain: int, new_tokens: int) -> tuple[StreamPhase,
         StreamRequest(index, domain, prompt, new_tokens - index % 4 * (new_tokens // 8))
         for index, (domain, prompt) in enumerate(prompts)
     ]
-    alone, crowd = requests[:prompts_per_domain], requests[prompts_per_domain:]
+    single_requests, batched_requests = requests[:prompts_per_domain], requests[prompts_per_domain:]
     return (
-        StreamPhase("one at a time", 1, tuple(alone)),
-        StreamPhase("in batches", MAX_BATCH, tuple(crowd)),
+        StreamPhase("one at a time", 1, tuple(single_requests)),
+        StreamPhase("in batches", MAX_BATCH, tuple(batched_requests)),
     )
 
 
-def differences(
+def find_differences(
     engine: str,
     expected: Sequence[Answer],
-    found: Sequence[Answer],
+    answers: Sequence[Answer],
     top_two: Callable[[Sequence[int]], Mapping[int, float]],
     arm: str = "",
 ) -> list[Difference]:
@@ -81,22 +81,38 @@ def differences(
     top_two: plain decoding's two best tokens after a context, with their logprobs.
     """
     differing = []
-    for right, ours in zip(expected, found, strict=True):
-        if right.tokens == ours.tokens:
+    for expected_answer, answer in zip(expected, answers, strict=True):
+        if expected_answer.tokens == answer.tokens:
             continue
-        pairs = zip(right.tokens, ours.tokens, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None:  # one answer is shorter than the other
-            at = min(len(right.tokens), len(ours.tokens))
-            one, other, gap, tied = _at(right.tokens, at), _at(ours.tokens, at), 0.0, False
+        pairs = zip(expected_answer.tokens, answer.tokens, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:  # one answer is shorter than the other
+            position = min(len(expected_answer.tokens), len(answer.tokens))
+            expected_token, actual_token, gap, tied = (
+                _token_at(expected_answer.tokens, position),
+                _token_at(answer.tokens, position),
+                0.0,
+                False,
+            )
         else:
-            one, other = right.tokens[at], ours.tokens[at]
-            best = top_two([*right.request.prompt, *right.tokens[:at]])
+            expected_token, actual_token = expected_answer.tokens[position], answer.tokens[position]
+            best = top_two([*expected_answer.request.prompt, *expected_answer.tokens[:position]])
             high, low = max(best.values()), min(best.values())
             gap = high - low
-            tied = gap < NEAR_TIE and {one, other} == set(best)
+            tied = gap < NEAR_TIE and {expected_token, actual_token} == set(best)
         verdict = ROUNDING if tied else WRONG
-        differing.append(Difference(engine, right.request.index, at, one, other, gap, verdict, arm))
+        differing.append(
+            Difference(
+                engine,
+                expected_answer.request.index,
+                position,
+                expected_token,
+                actual_token,
+                gap,
+                verdict,
+                arm,
+            )
+        )
     return differing
 
 
@@ -112,17 +128,17 @@ def top_two(url: str, context: Sequence[int]) -> dict[int, float]:
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
-        said = json.load(answer)
-    return {entry[1]: float(entry[0]) for entry in said["meta_info"]["output_top_logprobs"][0]}
+        reply = json.load(answer)
+    return {entry[1]: float(entry[0]) for entry in reply["meta_info"]["output_top_logprobs"][0]}
 
 
-def wrong_sentences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def wrong_sentences(differences: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the sentences of the differences that are wrong tokens.
 
-    found: as in a result file.
+    differences: as in a result file.
     """
-    return [one["sentence"] for one in found if one["verdict"] == WRONG]
+    return [difference["sentence"] for difference in differences if difference["verdict"] == WRONG]
 
 
-def _at(tokens: Sequence[int], index: int) -> int:
+def _token_at(tokens: Sequence[int], index: int) -> int:
     return tokens[index] if index < len(tokens) else -1

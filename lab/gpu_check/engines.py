@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lab.cpu_engine.engine_command import adaptive_flags, eagle3_flags, server_command
 from lab.cpu_engine.forking import popen
 from lab.gpu_check.shapes import Device, ModelFolders, Shape
-from lab.gpu_check.small_engines import chain_captures
+from lab.gpu_check.small_engines import count_chain_captures
 from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Engine, Workplace, launch_engine
 
@@ -28,7 +28,7 @@ SHAPE_ENGINES = (
 _ADAPTIVE_GAMMAS = (1, 3, 7)
 # Shares of the GPU's free memory: of a single engine, of the steered one if another engine has to
 # fit beside it, and of that other one.  The KV pools are equal, see --max-total-tokens.
-_ALONE, _STEERED_OF_TWO, _OTHER_OF_TWO = 0.85, 0.45, 0.75
+_MEMORY_SHARE_ALONE, _MEMORY_SHARE_STEERED, _MEMORY_SHARE_OTHER = 0.85, 0.45, 0.75
 
 _EMULATED_OPTIONS = ("--attention-backend", "triton", "--sampling-backend", "pytorch")
 
@@ -85,9 +85,9 @@ def cuda_options(device: Device) -> list[str]:
 
 
 def _memory_options(policy: str, setting: EngineSetting) -> list[str]:
-    memory = _ALONE
+    memory = _MEMORY_SHARE_ALONE
     if setting.in_pairs:
-        memory = _STEERED_OF_TWO if policy == STEERED else _OTHER_OF_TWO
+        memory = _MEMORY_SHARE_STEERED if policy == STEERED else _MEMORY_SHARE_OTHER
     return [
         "--mem-fraction-static", str(memory),
         "--cuda-graph-bs-decode", *map(str, setting.graph_sizes),
@@ -120,28 +120,32 @@ def launch(
     policy: str, setting: EngineSetting, place: Workplace, variables: Mapping[str, str]
 ) -> Engine:
     """Starts an engine.  variables: further ones, of the check's own plugins."""
-    own = environment(policy, setting, place.address)
+    plugin_variables = environment(policy, setting, place.address)
     return launch_engine(
-        policy, lambda port: command(policy, setting, port), own | dict(variables), place, popen
+        policy,
+        lambda port: command(policy, setting, port),
+        plugin_variables | dict(variables),
+        place,
+        popen,
     )
 
 
-def captures(policy: str, shape: Shape, sizes: Sequence[int]) -> int:
+def count_captures(policy: str, shape: Shape, sizes: Sequence[int]) -> int:
     """Counts the CUDA graphs of an engine whose graphs have these batch sizes."""
     if policy == OFF:
         return len(sizes)
     if policy == ADAPTIVE:
-        return chain_captures(_ADAPTIVE_GAMMAS, len(sizes))
+        return count_chain_captures(_ADAPTIVE_GAMMAS, len(sizes))
     if policy in (STATIC, STATIC_NO_OVERLAP):
-        return chain_captures((shape.static_gamma,), len(sizes))
+        return count_chain_captures((shape.static_gamma,), len(sizes))
     if policy != STEERED:
-        return chain_captures((0, shape.static_gamma), len(sizes))
+        return count_chain_captures((0, shape.static_gamma), len(sizes))
     limits = shape.limits()
-    own = sum(
-        chain_captures((gamma,), sum(size <= limits.get(gamma, size) for size in sizes))
+    chain_graphs = sum(
+        count_chain_captures((gamma,), sum(size <= limits.get(gamma, size) for size in sizes))
         for gamma in shape.gammas
     )
-    return own + len(sizes)  # DFlash's block
+    return chain_graphs + len(sizes)  # DFlash's block
 
 
 def graphs_expected(options: Sequence[str], device: Device) -> bool:

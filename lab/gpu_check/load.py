@@ -12,7 +12,7 @@ _FIRST_ID = 16
 # Of the context length, which SGLang keeps for drafts.
 _SPARE_TOKENS = 64
 # A shorter answer would be prompt reading and little else.
-_LEAST_NEW_TOKENS = 12
+_MIN_NEW_TOKENS = 12
 _MOVING_SEED, _WARM_UP_SEED = 7, 10
 # Of an answer in the stream that warms an engine up.
 _WARM_UP_TOKENS = 16
@@ -37,7 +37,7 @@ def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[Stream
 def moving_loads(shape: Shape, answer_share: float) -> tuple[Load, ...]:
     """Returns the shape's moving load with answers of that share of their length."""
     return tuple(
-        replace(load, new_tokens=max(_LEAST_NEW_TOKENS, round(load.new_tokens * answer_share)))
+        replace(load, new_tokens=max(_MIN_NEW_TOKENS, round(load.new_tokens * answer_share)))
         for load in shape.loads
     )
 
@@ -57,8 +57,8 @@ def steady_load(shape: Shape, batch_size: int, share: float = 1.0) -> Load:
         key=lambda load: (load.concurrency, -load.prompt_tokens),
         default=shape.loads[0],
     )
-    most = shape.context_length - load.prompt_tokens - _SPARE_TOKENS
-    tokens = min(max(_LEAST_NEW_TOKENS, round(share * load.new_tokens)), most)
+    max_new_tokens = shape.context_length - load.prompt_tokens - _SPARE_TOKENS
+    tokens = min(max(_MIN_NEW_TOKENS, round(share * load.new_tokens)), max_new_tokens)
     return Load(batch_size, batch_size, load.prompt_tokens, tokens)
 
 

@@ -19,27 +19,25 @@ _FAILED = "FAILED"
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Makes the page of one result file, which may be that of an unfinished check."""
-    found = {name: part for name, part in PARTS.items() if document.get(part.KEY)}
-    texts = [f"# GPU check: {where(document)}", _facts(document)]
+    finished_parts = {name: part for name, part in PARTS.items() if document.get(part.KEY)}
+    texts = [f"# GPU check: {machine_text(document)}", _facts(document)]
     if "stopped" in document:
-        texts.append(
-            f"The check was stopped ({document['stopped']}); here are its results so far."
-        )
-    if begun := unfinished(document):
-        texts.append(f"Not finished when this page was written: {', '.join(begun)}.")
-    if found:
-        rows = [[name, *_summary(name, part, document)] for name, part in found.items()]
+        texts.append(f"The check was stopped ({document['stopped']}); here are its results so far.")
+    if running_parts := unfinished_parts(document):
+        texts.append(f"Not finished when this page was written: {', '.join(running_parts)}.")
+    if finished_parts:
+        rows = [[name, *_summary(name, part, document)] for name, part in finished_parts.items()]
         texts.append(text_table(["part", "verdict", "details"], rows))
     if failed := document.get("failed"):
         lines = [f"- {name}: {reason.splitlines()[0]}" for name, reason in failed.items()]
         texts.append("Parts that failed:\n\n" + "\n".join(lines))
-    if left := document.get("left_out"):
-        lines = [f"- {name}: {reason}" for name, reason in left.items()]
+    if left_out := document.get("left_out"):
+        lines = [f"- {name}: {reason}" for name, reason in left_out.items()]
         texts.append("Not finished within the budget:\n\n" + "\n".join(lines))
     if all_problems := problems(document):
         lines = [f"- {problem}" for problem in all_problems[:_PROBLEMS_SHOWN]]
-        if more := len(all_problems) - len(lines):
-            lines.append(f"- and {more} more, in result.json")
+        if omitted := len(all_problems) - len(lines):
+            lines.append(f"- and {omitted} more, in result.json")
         texts.append("Problems:\n\n" + "\n".join(lines))
     if seconds := document.get("startup", {}).get("seconds"):
         texts.append(
@@ -47,12 +45,12 @@ def markdown(document: Mapping[str, Any]) -> str:
             + ", ".join(f"{name} {value}" for name, value in seconds.items())
             + "."
         )
-    for part in found.values():
+    for part in finished_parts.values():
         texts += part.sections(document)
     return "\n\n".join(texts)
 
 
-def unfinished(document: Mapping[str, Any]) -> list[str]:
+def unfinished_parts(document: Mapping[str, Any]) -> list[str]:
     """Names the parts that were running or not started when the document was written."""
     ended = document.get("part_seconds", {})
     return [name for name in document.get("planned_seconds", {}) if name not in ended]
@@ -64,7 +62,7 @@ def _summary(name: str, part: Part, document: Mapping[str, Any]) -> tuple[str, s
     if name in document.get("failed", {}):
         return _FAILED, details
     if verdict != _FAILED and (
-        name in document.get("left_out", {}) or name in unfinished(document)
+        name in document.get("left_out", {}) or name in unfinished_parts(document)
     ):
         return "unfinished", details
     return verdict, details
@@ -72,13 +70,13 @@ def _summary(name: str, part: Part, document: Mapping[str, Any]) -> tuple[str, s
 
 def problems(document: Mapping[str, Any]) -> list[str]:
     """Returns the problems of all parts, in sentences; empty for a check that passed."""
-    found = [
+    part_problems = [
         problem
         for part in PARTS.values()
         if document.get(part.KEY)
         for problem in part.problems(document)
     ]
-    return found + [
+    return part_problems + [
         f"engine {policy}: {loss['capability']} was lost: {loss['reason']}"
         for policy, losses in document.get("lost", {}).items()
         for loss in losses
@@ -91,13 +89,13 @@ def wrong_tokens(document: Mapping[str, Any]) -> int:
     return sum(part.get("wrong", 0) for part in parts)
 
 
-def where(document: Mapping[str, Any]) -> str:
+def machine_text(document: Mapping[str, Any]) -> str:
     """Names the machine and the versions."""
     machine, versions = document["machine"], document["versions"]
     device = document.get("device", "GPU")
     gpus = ", ".join(machine["gpus"]) if device == "GPU" else ""
-    named = gpus or f"{machine['processor']} (no GPU: {device})"
-    return f"{named}; SGLang {versions['sglang']}, torch {versions['torch']}"
+    machine_name = gpus or f"{machine['processor']} (no GPU: {device})"
+    return f"{machine_name}; SGLang {versions['sglang']}, torch {versions['torch']}"
 
 
 def _facts(document: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 from lab.gpu_check import acceptance, page
 from lab.gpu_check.budget import (
     PRICE_FILE,
@@ -74,7 +74,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         "failed": {},
         "seconds": 0.0,
     }
-    save = _saver(document, options.output, deadline)
+    save = _make_save(document, options.output, deadline)
     try:
         # Before anything starts.  Files of an earlier check must not pass for this one's.
         save()
@@ -84,13 +84,13 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
             check = Check(options, scale, deadline, place, terminal, stack, document, save)
             for part in planned:
                 _run_part(check, part)
-            check.only()
+            check.run_only()
             document["done"] = check.tally.as_json()
-            source = f"measured: {page.where(document)}, shape {options.shape.name}"
+            source = f"measured: {page.machine_text(document)}, shape {options.shape.name}"
             prices = check.tally.prices(source, options.prices.request)
             if prices is not None:
                 text = json.dumps(prices.as_json(), indent=1) + "\n"
-                write_whole(options.output / PRICE_FILE.name, text.encode())
+                write_atomically(options.output / PRICE_FILE.name, text.encode())
             save()
     except BaseException as error:
         document["stopped"] = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -102,7 +102,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
 def _run_part(check: Check, planned: PlannedPart) -> None:
     """Runs a part, unless the time that is left is too short; what it leaves out is noted."""
     left_out = check.document["left_out"]
-    began = check.deadline.elapsed
+    start_seconds = check.deadline.elapsed
     try:
         # A part is started if half of its time is left: every part writes its results as it goes.
         check.deadline.require(planned.seconds / 2, f"the part {planned.name}")
@@ -116,17 +116,17 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
         check.document["failed"][planned.name] = reason.strip()
         check.terminal.say(f"{planned.name} failed: {reason}")
         check.abandon()
-    took = check.document.setdefault("part_seconds", {})
-    took[planned.name] = round(check.deadline.elapsed - began, 1)
+    part_seconds = check.document.setdefault("part_seconds", {})
+    part_seconds[planned.name] = round(check.deadline.elapsed - start_seconds, 1)
     check.save()
 
 
-def _saver(document: dict[str, Any], output: Path, deadline: Deadline) -> Callable[[], None]:
+def _make_save(document: dict[str, Any], output: Path, deadline: Deadline) -> Callable[[], None]:
     def save() -> None:
         document["seconds"] = round(deadline.elapsed, 1)
         try:
             write_result(document, output)
-            write_whole(output / "page.md", f"{page.markdown(document)}\n".encode())
+            write_atomically(output / "page.md", f"{page.markdown(document)}\n".encode())
         except OSError as error:
             raise HarnessError(f"nothing can be written to {output}: {error}") from error
 

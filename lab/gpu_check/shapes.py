@@ -106,18 +106,19 @@ class UnknownShapeError(HarnessError):
     """The requested shape is neither a known name nor a readable file."""
 
 
-def load_shape(given: str) -> Shape:
+def load_shape(name_or_path: str) -> Shape:
     """Returns the shape of that name, or the one in a JSON file.  Raises UnknownShapeError."""
-    if given in SHAPES:
-        return SHAPES[given]
-    if not given.endswith(".json"):
+    if name_or_path in SHAPES:
+        return SHAPES[name_or_path]
+    if not name_or_path.endswith(".json"):
         raise UnknownShapeError(
-            f"--shape {given!r} is unknown: choose one of {', '.join(SHAPES)}, or name a file.json"
+            f"--shape {name_or_path!r} is unknown: choose one of {', '.join(SHAPES)}, or name a "
+            "file.json"
         )
     try:
-        return _read(Path(given))
+        return _read(Path(name_or_path))
     except (OSError, ValueError) as error:
-        raise UnknownShapeError(f"--shape {given}: {error}") from error
+        raise UnknownShapeError(f"--shape {name_or_path}: {error}") from error
 
 
 def _read(path: Path) -> Shape:
@@ -251,12 +252,12 @@ def largest_that_fits(seconds: float, price: Callable[[Scale], float]) -> Scale:
     return next((scale for scale in SCALES if price(scale) <= seconds), SCALES[-1])
 
 
-def parse_scale(given: str) -> Scale | None:
+def parse_scale(name: str) -> Scale | None:
     """Returns the scale of that name, None for "".  Raises UnknownScaleError."""
-    if not given:
+    if not name:
         return None
-    found = next((scale for scale in SCALES if scale.name == given), None)
-    if found is None:
+    known_scale = next((scale for scale in SCALES if scale.name == name), None)
+    if known_scale is None:
         names = ", ".join(scale.name for scale in SCALES)
-        raise UnknownScaleError(f"--scale {given!r} is unknown: choose one of {names}")
-    return found
+        raise UnknownScaleError(f"--scale {name!r} is unknown: choose one of {names}")
+    return known_scale

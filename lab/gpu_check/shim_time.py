@@ -23,12 +23,12 @@ def variables(path: Path) -> dict[str, str]:
     return {VARIABLE: str(path)}
 
 
-def read(path: Path) -> dict[int, list[float]]:
+def read_times(path: Path) -> dict[int, list[float]]:
     """Returns the microseconds of the steps that were kept, by batch size; {} without a file."""
     if not path.exists():
         return {}
-    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
-    return {int(size): values for size, values in found.items()}
+    stored_times: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    return {int(size): values for size, values in stored_times.items()}
 
 
 def register() -> None:

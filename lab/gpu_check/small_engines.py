@@ -122,19 +122,19 @@ def compared_policies(device: Device, scale: Scale) -> tuple[str, ...]:
     return (EXACT,)
 
 
-def captures(policy: str, device: Device) -> int:
+def count_captures(policy: str, device: Device) -> int:
     """Counts the CUDA graphs of an engine."""
     sizes = len(graph_sizes(device))
     if policy in (PLAIN, PLAIN_BFLOAT16):
         return sizes
     if policy == FIXED_BFLOAT16:
-        return chain_captures((STARTUP_GAMMA,), sizes)
+        return count_chain_captures((STARTUP_GAMMA,), sizes)
     if policy == LEARNING:
-        return chain_captures((0, 1, LEARNING_GAMMA), sizes)
-    return chain_captures(gammas(device), sizes) + sizes
+        return count_chain_captures((0, 1, LEARNING_GAMMA), sizes)
+    return count_chain_captures(gammas(device), sizes) + sizes
 
 
-def chain_captures(gammas: Sequence[int], sizes: int) -> int:
+def count_chain_captures(gammas: Sequence[int], sizes: int) -> int:
     """Counts the graphs of an EAGLE engine's draft lengths, for a number of batch sizes.
 
     Each length has graphs of the verification and of the pass in which the drafter reads what was

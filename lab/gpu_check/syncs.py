@@ -33,7 +33,7 @@ def switch_path(ledger: Path) -> Path:
     return ledger.with_name(ledger.name + ".on")
 
 
-def read(ledger: Path) -> dict[str, Any] | None:
+def read_ledger(ledger: Path) -> dict[str, Any] | None:
     """Returns what the engine wrote; None where it watched nothing, as on a CPU."""
     if not ledger.exists():
         return None
@@ -69,43 +69,43 @@ class SyncWatch:
         self._ledger = ledger
         self._switch = switch_path(ledger)
         self._set_mode = set_mode
-        self._shown = warnings.showwarning
-        self._on = False
+        self._original_showwarning = warnings.showwarning
+        self._is_on = False
         self._steps = 0
         self.shim: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
+        self.outside_shim: Counter[str] = Counter()
 
     def step(self) -> None:
         """Runs before every step of the scheduler."""
-        wanted = self._switch.exists()
-        if wanted and not self._on:
+        should_watch = self._switch.exists()
+        if should_watch and not self._is_on:
             warnings.filterwarnings("always", message=f".*{_MESSAGE}.*")
             warnings.showwarning = self._show
             self._set_mode("warn")
-        elif self._on and not wanted:
+        elif self._is_on and not should_watch:
             self._set_mode("default")
-            warnings.showwarning = self._shown
+            warnings.showwarning = self._original_showwarning
             self._write()
-        self._on = wanted
-        if wanted:
+        self._is_on = should_watch
+        if should_watch:
             self._steps += 1
             if self._steps % _WRITE_EVERY_STEPS == 0:
                 self._write()
 
     def _show(self, message: Any, *arguments: Any, **named: Any) -> None:
         if _MESSAGE not in str(message):
-            self._shown(message, *arguments, **named)
+            self._original_showwarning(message, *arguments, **named)
             return
         place = innermost(
             (frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()[::-1]
         )
-        (self.shim if _SHIM in place else self.others)[place] += 1
+        (self.shim if _SHIM in place else self.outside_shim)[place] += 1
 
     def _write(self) -> None:
         document = {
             "steps": self._steps,
             "shim": dict(self.shim.most_common()),
-            "others": dict(self.others.most_common(20)),
+            "others": dict(self.outside_shim.most_common(20)),
         }
         partial = self._ledger.with_suffix(".partial")
         partial.write_text(json.dumps(document, indent=1) + "\n")
@@ -120,9 +120,9 @@ def innermost(frames: Iterable[tuple[str, int]]) -> str:
     return "unknown"
 
 
-def sentence(ledger: dict[str, Any] | None) -> str:
+def summary_text(ledger: dict[str, Any] | None) -> str:
     """Counts a ledger's synchronisations in words."""
     if ledger is None:
         return "synchronisations: not watched (no CUDA)"
-    shim, others = sum(ledger["shim"].values()), sum(ledger["others"].values())
-    return f"synchronisations in {ledger['steps']} steps: {shim} shim, {others} SGLang"
+    shim, sglang_count = sum(ledger["shim"].values()), sum(ledger["others"].values())
+    return f"synchronisations in {ledger['steps']} steps: {shim} shim, {sglang_count} SGLang"

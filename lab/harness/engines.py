@@ -81,7 +81,7 @@ class Engine:
         self.child.wait_until(lambda: answers_http(f"{self.url}/health"), seconds, tick)
         if sidecar is not None:
             self.child.wait_until(
-                sidecar.introduced,
+                sidecar.is_introduced,
                 _SIDECAR_SECONDS,
                 complaint="did not introduce itself to the sidecar (is the plugin installed?)",
             )
@@ -96,13 +96,13 @@ class Engine:
 
         request_seconds: the longest that one may take.
         """
-        return self._played(play(stream, self.url, progress, request_seconds))
+        return self._run_play(play(stream, self.url, progress, request_seconds))
 
     def play_overlapping(self, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream whose phases overlap; an error's text ends as that of `play`."""
-        return self._played(play_overlapping(stream, self.url))
+        return self._run_play(play_overlapping(stream, self.url))
 
-    def _played(self, playing: Coroutine[Any, Any, Play]) -> Play:
+    def _run_play(self, playing: Coroutine[Any, Any, Play]) -> Play:
         try:
             return asyncio.run(playing)
         except EngineFailedError as error:
@@ -152,7 +152,7 @@ def launch_sidecar(
 
 def wait_serving(child: Child, sidecar: SidecarHandle) -> None:
     """Waits until the sidecar answers.  Raises EngineFailedError."""
-    child.wait_until(sidecar.serving, _SIDECAR_SECONDS)
+    child.wait_until(sidecar.is_serving, _SIDECAR_SECONDS)
 
 
 def measure_profile(
@@ -205,17 +205,17 @@ class Harness:
         """Returns a running engine."""
         return self._engines[policy]
 
-    def _keep(self, engine: Engine) -> Engine:
+    def _register_engine(self, engine: Engine) -> Engine:
         self._engines[engine.policy] = engine
         self._stack.enter_context(engine.child)
         return engine
 
     def _play(self, policy: str, stream: Sequence[StreamPhase], text: str) -> Play:
-        with self._terminal.working(text) as work:
+        with self._terminal.show_progress(text) as work:
             played = self._engines[policy].play(stream, lambda phase: work.update(phase.name))
             work.result = f"{played.tokens_per_second:.1f} tokens/s"
-        for lost in played.lost:
-            self._terminal.say(f"{policy}: {lost}")
+        for lost_request in played.lost_requests:
+            self._terminal.say(f"{policy}: {lost_request}")
         if self._sidecar_child is not None:
             self._sidecar_child.check()
         return played

@@ -100,17 +100,17 @@ class ForkClient:
             "environment": dict(environment),
             "folder": str(folder),
         }
-        ours, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
-        with theirs, self._lock, contextlib.suppress(BrokenPipeError):
-            descriptors = [output, theirs.fileno()]
+        local_socket, server_socket = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
+        with server_socket, self._lock, contextlib.suppress(BrokenPipeError):
+            descriptors = [output, server_socket.fileno()]
             socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
-        answer = ours.recv(_MESSAGE_BYTES)
+        answer = local_socket.recv(_MESSAGE_BYTES)
         if not answer:
-            ours.close()
-            raise RuntimeError(f"the fork server has ended{self._last_words()}")
-        return ForkedProcess(json.loads(answer)["pid"], ours)
+            local_socket.close()
+            raise RuntimeError(f"the fork server has ended{self._exit_report()}")
+        return ForkedProcess(json.loads(answer)["pid"], local_socket)
 
-    def _last_words(self) -> str:
+    def _exit_report(self) -> str:
         return ""
 
 
@@ -121,17 +121,17 @@ class ForkServer(ForkClient):
     """
 
     def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
-        control, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
+        control, server_control = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
         super().__init__(control)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server
-        with theirs:
+        with server_control:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), preload],
+                [sys.executable, "-m", __name__, str(server_control.fileno()), preload],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_control.fileno()],
                 start_new_session=True,
             )
         atexit.register(self.close)
@@ -143,7 +143,7 @@ class ForkServer(ForkClient):
         self._process.wait()
         self._log.close()
 
-    def _last_words(self) -> str:
+    def _exit_report(self) -> str:
         code = self._process.wait()
         self._log.seek(0)
         return f" with status {code}:\n{self._log.read().decode(errors='replace')}"
@@ -213,14 +213,14 @@ class _Server:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _become(order: dict[str, Any], own_paths: set[str]) -> None:
+def _configure_process(order: dict[str, Any], own_paths: set[str]) -> None:
     """Gives this process the environment, folder, paths and arguments of an order."""
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    asked = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
-    rest = [path for path in sys.path if path not in own_paths]
-    sys.path[:] = [order["folder"], *filter(None, asked), *rest]
+    python_path = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    inherited_paths = [path for path in sys.path if path not in own_paths]
+    sys.path[:] = [order["folder"], *filter(None, python_path), *inherited_paths]
     importlib.invalidate_caches()
     sys.argv[:] = order["argv"]
 
@@ -237,7 +237,7 @@ def main() -> None:
     if order is None:
         # The server has nothing to clean up, and some libraries fail if their exit handlers run.
         os._exit(0)
-    _become(order, own_paths)
+    _configure_process(order, own_paths)
     runpy.run_module(order["argv"][0], run_name="__main__", alter_sys=True)
 
 

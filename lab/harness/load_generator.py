@@ -54,7 +54,7 @@ class StreamPhase:
     requests: tuple[StreamRequest, ...]
 
     @classmethod
-    def of_prompts(
+    def from_prompts(
         cls, domain: str, concurrency: int, prompts: Sequence[Sequence[int]], new_tokens: int
     ) -> Self:
         """Makes the phase of a stream that has no other: prompts of one domain, like answers."""
@@ -123,18 +123,18 @@ class PhasePlay:
 class Play:
     """One pass over the stream.
 
-    lost: one sentence for every time that a phase lost a request and was played again; `phases`
-    holds only the attempt that was answered in full.
+    lost_requests: one sentence for every time that a phase lost a request and was played again;
+    `phases` holds only the attempt that was answered in full.
     """
 
     phases: tuple[PhasePlay, ...]
-    lost: tuple[str, ...] = ()
+    lost_requests: tuple[str, ...] = ()
 
     @property
     def answers(self) -> tuple[Answer, ...]:
         """All answers, in the order of the stream."""
-        found = [answer for phase in self.phases for answer in phase.answers]
-        return tuple(sorted(found, key=lambda answer: answer.request.index))
+        answers = [answer for phase in self.phases for answer in phase.answers]
+        return tuple(sorted(answers, key=lambda answer: answer.request.index))
 
     @property
     def seconds(self) -> float:
@@ -163,12 +163,14 @@ def engine_session(url: str, timeout_seconds: float) -> aiohttp.ClientSession:
     )
 
 
-def paired_ratio(ours: Sequence[Play], theirs: Sequence[Play], phase: int | None = None) -> Spread:
+def paired_ratio(
+    candidate_plays: Sequence[Play], baseline_plays: Sequence[Play], phase: int | None = None
+) -> Spread:
     """Tokens/s of ours over theirs, play by play, so that slow drift of the machine cancels.
 
     phase: counted from 0; None for the whole stream.
     """
-    return phase_rates(ours, phase).over(phase_rates(theirs, phase))
+    return phase_rates(candidate_plays, phase).ratio_to(phase_rates(baseline_plays, phase))
 
 
 def phase_rates(plays: Sequence[Play], phase: int | None = None) -> Spread:
@@ -199,12 +201,12 @@ async def play(
     async with engine_session(url, request_seconds) as session:
         await _flush_cache(session)
         played: list[PhasePlay] = []
-        lost: list[str] = []
+        lost_requests: list[str] = []
         for phase in stream:
             if progress is not None:
                 progress(phase)
-            played.append(await _play_whole_phase(phase, session, lost))
-    return Play(tuple(played), tuple(lost))
+            played.append(await _play_until_answered(phase, session, lost_requests))
+    return Play(tuple(played), tuple(lost_requests))
 
 
 async def play_overlapping(stream: Sequence[StreamPhase], url: str) -> Play:
@@ -212,33 +214,33 @@ async def play_overlapping(stream: Sequence[StreamPhase], url: str) -> Play:
 
     Raises EngineFailedError when the engine refuses or loses a request.
     """
-    began: list[float] = []
+    phase_starts: list[float] = []
     async with engine_session(url, PATIENT_REQUEST_SECONDS) as session:
         await _flush_cache(session)
         async with _ClosedLoop(session) as loop:
             for phase in stream:
-                began.append(time.monotonic())
+                phase_starts.append(time.monotonic())
                 await loop.send(phase)
             await loop.drain()
-        began.append(time.monotonic())
+        phase_starts.append(time.monotonic())
     answers = {answer.request.index: answer for answer in loop.answers}
     return Play(
         tuple(
             PhasePlay(phase, tuple(answers[r.index] for r in phase.requests), begin, end - begin)
-            for phase, (begin, end) in zip(stream, pairwise(began), strict=True)
+            for phase, (begin, end) in zip(stream, pairwise(phase_starts), strict=True)
         )
     )
 
 
-async def _play_whole_phase(
-    phase: StreamPhase, session: aiohttp.ClientSession, lost: list[str]
+async def _play_until_answered(
+    phase: StreamPhase, session: aiohttp.ClientSession, lost_requests: list[str]
 ) -> PhasePlay:
-    """Plays a phase until every request was answered; appends a sentence to `lost` otherwise."""
+    """Plays a phase until all requests are answered; notes others in `lost_requests`."""
     for _ in range(_REPLAYS_MAX):
         try:
             return await _play_phase(phase, session)
         except LostRequestError as error:
-            lost.append(f"phase {phase.name!r} was played again: {error}")
+            lost_requests.append(f"phase {phase.name!r} was played again: {error}")
             await _post(
                 session, "/abort_request", "did not abort its requests", json={"abort_all": True}
             )
@@ -323,7 +325,7 @@ async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> A
     }
     if request.rid:
         body["rid"] = request.rid
-    sent = time.monotonic()
+    send_time = time.monotonic()
     try:
         async with session.post("/generate", json=body) as response:
             if response.status != 200:
@@ -334,7 +336,7 @@ async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> A
             reply: dict[str, Any] = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise LostRequestError(f"request {request.index} was lost: {error!r}") from error
-    seconds = time.monotonic() - sent
+    seconds = time.monotonic() - send_time
     tokens = tuple(reply["output_ids"])
     if len(tokens) != request.new_tokens:
         raise EngineFailedError(

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 
 _PACKAGES = (
     "speculation-controller", "speculation-controller-shim", "sglang", "torch", "grpcio",
@@ -37,7 +37,7 @@ def run_facts() -> dict[str, Any]:
 def write_result(document: Mapping[str, Any], folder: Path) -> None:
     """Writes `result.json` into a folder, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "result.json", (json.dumps(document, indent=1) + "\n").encode())
+    write_atomically(folder / "result.json", (json.dumps(document, indent=1) + "\n").encode())
 
 
 def machine() -> dict[str, Any]:
@@ -54,13 +54,13 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that matter."""
-    found = {"python": sys.version.split()[0]}
+    package_versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            package_versions[package] = "not installed"
+    return package_versions
 
 
 def gpus() -> list[str]:
@@ -88,15 +88,21 @@ class ForeignLoad:
 
     def __init__(self) -> None:
         self.cores = 0.0
-        self._began = self._ours = self._all = 0.0
+        self._start_uptime = self._own_before = self._busy_before = 0.0
 
     def __enter__(self) -> Self:
-        self._began, self._all, self._ours = _uptime(), _busy_seconds(), _own_seconds()
+        self._start_uptime, self._busy_before, self._own_before = (
+            _uptime(),
+            _busy_seconds(),
+            _process_tree_seconds(),
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
-        elapsed = _uptime() - self._began
-        foreign = (_busy_seconds() - self._all) - (_own_seconds() - self._ours)
+        elapsed = _uptime() - self._start_uptime
+        foreign = (_busy_seconds() - self._busy_before) - (
+            _process_tree_seconds() - self._own_before
+        )
         self.cores = max(foreign, 0.0) / elapsed if elapsed > 0 else 0.0
 
 
@@ -110,17 +116,17 @@ def _busy_seconds() -> float:
     return float(sum(times) - idle - getattr(times, "guest", 0.0))
 
 
-def _own_seconds() -> float:
-    me = psutil.Process()
-    spent = me.cpu_times()
+def _process_tree_seconds() -> float:
+    process = psutil.Process()
+    cpu_times = process.cpu_times()
     # What has ended is counted by its parent: here by this process, else by a child still running.
-    total = spent.user + spent.system + spent.children_user + spent.children_system
-    for child in me.children(recursive=True):
+    total = cpu_times.user + cpu_times.system + cpu_times.children_user + cpu_times.children_system
+    for child in process.children(recursive=True):
         try:
-            spent = child.cpu_times()
+            cpu_times = child.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        total += spent.user + spent.system
+        total += cpu_times.user + cpu_times.system
     return float(total)
 
 
@@ -145,15 +151,15 @@ class Spread:
         """The largest value."""
         return max(self.values)
 
-    def over(self, other: Self) -> Self:
+    def ratio_to(self, other: Self) -> Self:
         """These values divided by those of another figure, repeat by repeat."""
         pairs = zip(self.values, other.values, strict=True)
-        return type(self)(tuple(one / another for one, another in pairs))
+        return type(self)(tuple(value / divisor for value, divisor in pairs))
 
-    def text(self, digits: int = 2, to: str = " to ") -> str:
+    def text(self, digits: int = 2, separator: str = " to ") -> str:
         """The median with the lowest and the highest value, for a table."""
         low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
-        return f"{self.median:.{digits}f} ({low}{to}{high})"
+        return f"{self.median:.{digits}f} ({low}{separator}{high})"
 
     def as_json(self) -> dict[str, Any]:
         """The spread as it stands in a result file."""

@@ -40,13 +40,13 @@ class OrphanGuard:
             if self._owner != os.getpid():
                 self._owner = os.getpid()
                 self._start()
-            self._tell(f"+{session}\n")
+            self._send(f"+{session}\n")
 
     def forget(self, session: int) -> None:
         """The session has ended, and its id may become that of another."""
         with self._lock:
             if self._owner == os.getpid():
-                self._tell(f"-{session}\n")
+                self._send(f"-{session}\n")
 
     def close(self) -> None:
         """Ends the guard, and the sessions that it still watches."""
@@ -56,20 +56,20 @@ class OrphanGuard:
                 self._process.communicate()
 
     def _start(self) -> None:
-        this = os.pidfd_open(os.getpid())
+        own_pidfd = os.pidfd_open(os.getpid())
         self._process = subprocess.Popen(
             # Without site packages (-I -S), so that it starts fast and stays small.
-            [sys.executable, "-I", "-S", __file__, str(this)],
+            [sys.executable, "-I", "-S", __file__, str(own_pidfd)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=[this],
+            pass_fds=[own_pidfd],
             start_new_session=True,
             bufsize=0,
         )
-        os.close(this)
+        os.close(own_pidfd)
         atexit.register(self.close)
 
-    def _tell(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         # If the guard was killed, the run continues without one.
@@ -79,36 +79,36 @@ class OrphanGuard:
 
 def kill_sessions(sessions: set[int]) -> None:
     """Kills every process of these sessions; those that are started meanwhile as well."""
-    while found := [pid for pid, session in _running() if session in sessions]:
-        for pid in found:
+    while pids := [pid for pid, session in _list_processes() if session in sessions]:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _running() -> list[tuple[int, int]]:
+def _list_processes() -> list[tuple[int, int]]:
     """The id and the session of every process that has not ended."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         # The process may end while its files are read.
         with suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if fields[0] not in {"Z", "X"}:
-                found.append((int(folder.name), int(fields[_SESSION_FIELD])))
-    return found
+                processes.append((int(folder.name), int(fields[_SESSION_FIELD])))
+    return processes
 
 
 def main() -> None:
     """The guard itself.  Its argument is a descriptor (pidfd) of the process to wait for."""
     owner, messages = int(sys.argv[1]), sys.stdin.fileno()
     sessions: set[int] = set()
-    rest = b""
+    partial_line = b""
     while True:
         ready, _, _ = select.select([owner, messages], [], [])
         # Messages first: what was written before the end counts.
         read = os.read(messages, _MESSAGES_BYTES) if messages in ready else b""
         if not read:
             break
-        *lines, rest = (rest + read).split(b"\n")
+        *lines, partial_line = (partial_line + read).split(b"\n")
         for line in lines:
             (sessions.add if line.startswith(b"+") else sessions.discard)(int(line[1:]))
     kill_sessions(sessions)

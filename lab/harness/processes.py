@@ -80,12 +80,12 @@ class Child:
         """The id of the process, which is also that of its group."""
         return self._process.pid
 
-    def prefer(self) -> bool:
+    def raise_priority(self) -> bool:
         """Raises the priority of the process and its future children; False if not permitted.
 
         Call it right after the start: a thread that runs already keeps its priority.
         """
-        return prefer(os.PRIO_PGRP, self.pid)
+        return raise_priority(os.PRIO_PGRP, self.pid)
 
     def __enter__(self) -> Self:
         return self
@@ -161,15 +161,15 @@ class Child:
             os.killpg(self._process.pid, number)
 
 
-def prefer(which: int, who: int) -> bool:
+def raise_priority(kind: int, target_id: int) -> bool:
     """Raises the priority of a process or a process group, where the machine permits it.
 
     Linux weighs whole sessions against each other where it groups them (sched_autogroup_enabled),
     and then a session has a priority of its own.
     """
     try:
-        os.setpriority(which, who, _PREFERRED_NICE)
-        group = _autogroup(who)
+        os.setpriority(kind, target_id, _PREFERRED_NICE)
+        group = _autogroup(target_id)
         if group.exists():
             group.write_text(str(_PREFERRED_NICE))
     except OSError:
@@ -178,17 +178,17 @@ def prefer(which: int, who: int) -> bool:
 
 
 @contextlib.contextmanager
-def preferred() -> Iterator[None]:
+def raised_priority() -> Iterator[None]:
     """Prefers this process, and what it starts meanwhile, in a `with` block or as a decorator."""
-    niceness, of_session = os.getpriority(os.PRIO_PROCESS, 0), _session_niceness()
-    prefer(os.PRIO_PROCESS, 0)
+    niceness, session_niceness = os.getpriority(os.PRIO_PROCESS, 0), _session_niceness()
+    raise_priority(os.PRIO_PROCESS, 0)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
-            if of_session:
-                _autogroup(0).write_text(of_session)
+            if session_niceness:
+                _autogroup(0).write_text(session_niceness)
 
 
 def _autogroup(pid: int) -> Path:

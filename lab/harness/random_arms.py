@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lab.harness.background_thread import BackgroundThread
 from lab.harness.sidecar import Pin
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 
 
 class RandomArms(BackgroundThread):
@@ -16,12 +16,12 @@ class RandomArms(BackgroundThread):
         super().__init__("random-arms")
         self._pin = pin
         self._arms = arms
-        self._choose = random.Random(seed)
+        self._rng = random.Random(seed)
 
     def _run(self) -> None:
-        seen = -1
-        while not self._stop.wait(_LOOK_SECONDS):
-            if len(self._pin.reports) != seen:
-                seen = len(self._pin.reports)
-                drafter, gamma = self._choose.choice(self._arms)
+        seen_reports = -1
+        while not self._stop.wait(_POLL_SECONDS):
+            if len(self._pin.reports) != seen_reports:
+                seen_reports = len(self._pin.reports)
+                drafter, gamma = self._rng.choice(self._arms)
                 self._pin.move(gamma, drafter)

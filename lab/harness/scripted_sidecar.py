@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import grpc
 
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import decoded_rows
+from lab.harness.sidecar import count_decoded_rows
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import (
     REASON_EXPLOIT,
@@ -42,7 +42,7 @@ _REST_SECONDS: Final = 0.05
 _REST_SECONDS_MAX: Final = 2.0
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS: Final = 90.0
-_LOOK_SECONDS: Final = 0.01
+_POLL_SECONDS: Final = 0.01
 
 Arm = tuple[int, bool] | tuple[int, bool, int]
 """Draft length, whether the drafter sleeps, and which of the engine's drafters (the first)."""
@@ -89,9 +89,9 @@ class ScriptedSidecar(SpeculationServiceServicer):
         self.arms: dict[int, Arm] = {}
         self.collecting: set[int] = set()
         self._lock = threading.Lock()
-        self._lost_before = 0
+        self._dropped_before = 0
         # What the open stream sends next; what is pushed before one opens goes out on the first.
-        self._out: asyncio.Queue[SteerResponse] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[SteerResponse] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -116,7 +116,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
             assert self._server.add_insecure_port(self.target)
             await self._server.start()
 
-        self._do(begin())
+        self._run_in_loop(begin())
 
     def stop(self) -> None:
         """Ends all streams and the service."""
@@ -126,7 +126,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
             if server is not None:
                 await server.stop(0)
 
-        self._do(end())
+        self._run_in_loop(end())
 
     @property
     def variables(self) -> dict[str, str]:
@@ -143,45 +143,47 @@ class ScriptedSidecar(SpeculationServiceServicer):
 
     def run(self, script: Script) -> int:
         """Begins a script, counted from now; gives the number of reports before it."""
-        self._let_reports_come()
-        before = len(self.reports)
-        self._lost_before = self._dropped
-        self.script = lambda count: script(count - before)
+        self._wait_for_reports()
+        reports_before = len(self.reports)
+        self._dropped_before = self._dropped
+        self.script = lambda count: script(count - reports_before)
         self.push(self.next_plan())
-        return before
+        return reports_before
 
-    def reports_since(self, before: int, rows: int, *, or_lost: bool = False) -> list[StepReport]:
-        """Returns the reports after the first `before`, once they cover that many verified rows.
+    def reports_since(
+        self, reports_before: int, rows: int, *, count_lost: bool = False
+    ) -> list[StepReport]:
+        """Returns the reports after the first `reports_before`, once they cover so many rows.
 
         The rows of requests that had ended are not among them: engines do not count those.
-        or_lost: a report that the agent says it has lost since `run` stands for one row, in a test
-        whose sessions break off.  Raises HarnessError when they do not arrive.
+        count_lost: a report that the agent says it has lost since `run` stands for one row, in a
+        test whose sessions break off.  Raises HarnessError when they do not arrive.
         """
-        until = time.monotonic() + _REPORTS_SECONDS
+        deadline = time.monotonic() + _REPORTS_SECONDS
         while True:
-            later = self.reports[before:]
-            found = sum(map(decoded_rows, later))
-            if found + (self._dropped - self._lost_before if or_lost else 0) >= rows:
+            later = self.reports[reports_before:]
+            row_count = sum(map(count_decoded_rows, later))
+            if row_count + (self._dropped - self._dropped_before if count_lost else 0) >= rows:
                 return later
-            if time.monotonic() > until:
-                raise HarnessError(f"{found} of {rows} rows came within {_REPORTS_SECONDS:g} s")
-            time.sleep(_LOOK_SECONDS)
+            if time.monotonic() > deadline:
+                raise HarnessError(f"{row_count} of {rows} rows came within {_REPORTS_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
 
     def push(self, pushed: Plan) -> None:
         """Sends a plan on the open stream."""
-        self.say(SteerResponse(plan=pushed))
+        self.send(SteerResponse(plan=pushed))
 
-    def say(self, response: SteerResponse) -> None:
+    def send(self, response: SteerResponse) -> None:
         """Sends a response on the open stream, or on the next one."""
-        self._loop.call_soon_threadsafe(self._out.put_nowait, response)
+        self._loop.call_soon_threadsafe(self._outgoing.put_nowait, response)
 
     def next_plan(self) -> Plan:
         """Makes the script's next plan."""
         with self._lock:
             epoch = len(self.arms) + 1
             count = len(self.reports)
-            chosen = [self.script(count + place) for place in range(len(self.bounds))]
-            self.arms[epoch] = chosen[0]
+            arms = [self.script(count + place) for place in range(len(self.bounds))]
+            self.arms[epoch] = arms[0]
             collect = self.collect
             if collect:
                 self.collecting.add(epoch)
@@ -189,12 +191,12 @@ class ScriptedSidecar(SpeculationServiceServicer):
         rows = [
             PlanRow(
                 max_batch_size=bound,
-                drafter=drafters[which[0] if which else 0].name,
+                drafter=drafters[drafter_index[0] if drafter_index else 0].name,
                 gamma=gamma,
                 drafter_asleep=asleep,
                 reason=REASON_EXPLOIT,
             )
-            for bound, (gamma, asleep, *which) in zip(self.bounds, chosen, strict=True)
+            for bound, (gamma, asleep, *drafter_index) in zip(self.bounds, arms, strict=True)
         ]
         mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
         mode = REGIME_MODE_COLLECT if collect else mode
@@ -226,26 +228,26 @@ class ScriptedSidecar(SpeculationServiceServicer):
     ) -> AsyncIterator[SteerResponse]:
         """Serves one stream."""
 
-        async def take_in() -> None:
+        async def read_requests() -> None:
             async for request in request_iterator:
                 self.requests.append(request)
                 response = self.answer(request)
                 if response is not None:
-                    self._out.put_nowait(response)
+                    self._outgoing.put_nowait(response)
 
-        reading = asyncio.create_task(take_in())
+        reader_task = asyncio.create_task(read_requests())
         try:
-            while not reading.done():
+            while not reader_task.done():
                 if self.end_streams is not None:
                     await context.abort(*self.end_streams)
                 try:
                     async with asyncio.timeout(0.02):
-                        response = await self._out.get()
+                        response = await self._outgoing.get()
                 except TimeoutError:
                     continue
                 yield response
         finally:
-            reading.cancel()
+            reader_task.cancel()
 
     async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
         """Is not served."""
@@ -255,17 +257,17 @@ class ScriptedSidecar(SpeculationServiceServicer):
     def _dropped(self) -> int:
         return sum(request.dropped_reports for request in list(self.requests))
 
-    def _let_reports_come(self) -> None:
-        until = time.monotonic() + _REST_SECONDS_MAX
-        came = -1
-        while came < len(self.reports) and time.monotonic() < until:
-            came = len(self.reports)
+    def _wait_for_reports(self) -> None:
+        deadline = time.monotonic() + _REST_SECONDS_MAX
+        report_count = -1
+        while report_count < len(self.reports) and time.monotonic() < deadline:
+            report_count = len(self.reports)
             time.sleep(_REST_SECONDS)
 
     def _answer(self, _: SteerRequest) -> SteerResponse | None:
         return None if self.plans_once else SteerResponse(plan=self.next_plan())
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_loop(self, work: Coroutine[Any, Any, None]) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
         future.result(60)
 

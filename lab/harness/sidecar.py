@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import grpc
 
-from controller.client.paging import every_page
+from controller.client.paging import collect_pages
 from controller.util.sockets import operators_address
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
@@ -23,11 +23,11 @@ OWN_DRAFTER = "eagle3"
 _CALL_SECONDS = 5.0
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS = 60.0
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 # Ends a command that hangs.
 _COMMAND_SECONDS: Final = 120.0
 # Numbers the overrides, so that no name is used twice.
-_numbers = count()
+_override_numbers = count()
 
 
 class SidecarHandle:
@@ -36,8 +36,8 @@ class SidecarHandle:
     def __init__(self, address: str, engine_id: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
-        self._operators = grpc.insecure_channel(operators_address(address))
-        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operators)
+        self._operator_channel = grpc.insecure_channel(operators_address(address))
+        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operator_channel)
         self.engine_id = engine_id
 
     def __enter__(self) -> Self:
@@ -45,9 +45,9 @@ class SidecarHandle:
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
-        self._operators.close()
+        self._operator_channel.close()
 
-    def serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the sidecar answers."""
         try:
             self._list()
@@ -55,29 +55,29 @@ class SidecarHandle:
             return False
         return True
 
-    def introduced(self) -> bool:
+    def is_introduced(self) -> bool:
         """Whether the engine has introduced itself."""
         try:
-            return self._status() is not None
+            return self._find_status() is not None
         except grpc.RpcError:
             return False
 
     def status(self) -> service_pb2.EngineStatus:
         """Returns the engine's status.  Raises HarnessError when the sidecar does not know it."""
         try:
-            found = self._status()
+            status = self._find_status()
         except grpc.RpcError as error:
             raise HarnessError(f"the sidecar does not answer: {error}") from error
-        if found is None:
+        if status is None:
             raise HarnessError(f"the sidecar does not know an engine {self.engine_id!r}")
-        return found
+        return status
 
     def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
         """Returns the decision row at a batch size."""
         request = service_pb2.ExplainRequest(engine_id=self.engine_id, batch_size=batch_size)
         return self._inspection.Explain(request, timeout=_CALL_SECONDS)
 
-    def why(self) -> str:
+    def reason_text(self) -> str:
         """Reason and detail of the plan in force."""
         plan = self.status().plan
         return f"{plan_pb2.Reason.Name(plan.reason)}: {plan.reason_detail}"
@@ -113,28 +113,28 @@ class SidecarHandle:
         request = service_pb2.ListEnginesRequest(page_token=page_token)
         return self._inspection.ListEngines(request, timeout=_CALL_SECONDS)
 
-    def _status(self) -> service_pb2.EngineStatus | None:
-        for engine in every_page(self._list).engines:
+    def _find_status(self) -> service_pb2.EngineStatus | None:
+        for engine in collect_pages(self._list).engines:
             if engine.engine.engine_id == self.engine_id:
                 return engine
         return None
 
 
-def tokens_of(reports: Sequence[engine_pb2.StepReport]) -> int:
+def count_tokens(reports: Sequence[engine_pb2.StepReport]) -> int:
     """Counts the tokens that steps have made: accepted drafts, and one of the target for each."""
     return sum(
-        decoded_rows(report) + sum(k * rows for k, rows in enumerate(report.accepted_counts))
+        count_decoded_rows(report) + sum(k * rows for k, rows in enumerate(report.accepted_counts))
         for report in reports
     )
 
 
-def decoded_rows(report: engine_pb2.StepReport) -> int:
+def count_decoded_rows(report: engine_pb2.StepReport) -> int:
     """Counts the sequences that gained a token: those whose requests had not ended before."""
     ended = sum(sum(group.accepted_counts) for group in report.groups if group.ended)
     return sum(report.accepted_counts) - ended
 
 
-def row_for(plan: plan_pb2.Plan, batch_size: int) -> plan_pb2.PlanRow:
+def find_row(plan: plan_pb2.Plan, batch_size: int) -> plan_pb2.PlanRow:
     """Returns the row of a plan that serves a batch size."""
     rows = plan.rows
     return next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
@@ -160,22 +160,22 @@ class Pin:
         self,
         first: int,
         tokens: int,
-        count: Callable[[Sequence[engine_pb2.StepReport]], int] = tokens_of,
+        count: Callable[[Sequence[engine_pb2.StepReport]], int] = count_tokens,
     ) -> list[engine_pb2.StepReport]:
         """Returns the reports after the first `first`, once their steps have made `tokens` tokens.
 
         Reports arrive after the answers that they are about.  count: counts the tokens of reports.
         Raises HarnessError when they do not arrive.
         """
-        until = time.monotonic() + _REPORTS_SECONDS
-        while count(found := self.reports[first:]) < tokens:
-            if time.monotonic() > until:
+        deadline = time.monotonic() + _REPORTS_SECONDS
+        while count(reports := self.reports[first:]) < tokens:
+            if time.monotonic() > deadline:
                 raise HarnessError(
-                    f"{self._engine_id} reported {count(found)} of {tokens} tokens within "
+                    f"{self._engine_id} reported {count(reports)} of {tokens} tokens within "
                     f"{_REPORTS_SECONDS:g} s"
                 )
-            time.sleep(_LOOK_SECONDS)
-        return found
+            time.sleep(_POLL_SECONDS)
+        return reports
 
 
 def _drain(
@@ -189,23 +189,23 @@ def _drain(
 
 
 @contextmanager
-def overridden(address: str, *rule: str, engine_id: str = "") -> Iterator[None]:
+def temporary_override(address: str, *rule: str, engine_id: str = "") -> Iterator[None]:
     """Sets an override with these options of `controller override set`, then clears it.
 
     address: of the sidecar.  engine_id: whom it is for; "" for the fleet.  Raises HarnessError
     where the sidecar refuses.
     """
-    name = f"lab-{next(_numbers)}"
+    name = f"lab-{next(_override_numbers)}"
     scope = ("--engine", engine_id) if engine_id else ("--fleet",)
     author = ("--author", "lab", "--reason", "a measurement")
-    _controller(address, "override", "set", "--id", name, *scope, *rule, *author)
+    _run_controller(address, "override", "set", "--id", name, *scope, *rule, *author)
     try:
         yield
     finally:
-        _controller(address, "override", "clear", name, *author)
+        _run_controller(address, "override", "clear", name, *author)
 
 
-def _controller(address: str, *arguments: str) -> None:
+def _run_controller(address: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "controller.cli", *arguments, "--address", address],
         capture_output=True,

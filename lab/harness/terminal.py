@@ -30,11 +30,11 @@ class Terminal:
 
     def say_stopped(self, page: Path) -> None:
         """Prints that the run was told to end, and where its page is if there is one."""
-        where = f"  The results so far are in {page}." if page.exists() else ""
-        self.say(f"\nStopped.{where}")
+        page_hint = f"  The results so far are in {page}." if page.exists() else ""
+        self.say(f"\nStopped.{page_hint}")
 
     @contextmanager
-    def failing(self, text: str) -> Iterator[None]:
+    def exit_on_error(self, text: str) -> Iterator[None]:
         """Ends the command with this text and the reason if a run cannot continue."""
         try:
             yield
@@ -59,16 +59,16 @@ class Terminal:
         self._console.print(table)
 
     @contextmanager
-    def working(self, text: str) -> Iterator["Work"]:
+    def show_progress(self, text: str) -> Iterator["RunningStep"]:
         """Shows that something runs; the line stays, with its seconds and its result."""
         started = time.monotonic()
         if self._console.is_terminal:
             with self._console.status(text) as status:
-                work = Work(lambda detail: status.update(f"{text}  [dim]{detail}[/dim]"))
+                work = RunningStep(lambda detail: status.update(f"{text}  [dim]{detail}[/dim]"))
                 yield work
         else:
             self.say(f"{text} ...")
-            work = Work(lambda _: None)  # a detail is not worth a line
+            work = RunningStep(lambda _: None)  # a detail is not worth a line
             yield work
         result = f"  {work.result}" if work.result else ""
         seconds = time.monotonic() - started
@@ -76,7 +76,7 @@ class Terminal:
         self.say(f"{prefix}{text}{result}  ({seconds:.0f} s)")
 
 
-class Work:
+class RunningStep:
     """A running step: `update` shows where it is, `result` is printed at its end."""
 
     def __init__(self, update: Callable[[str], None]) -> None:

@@ -13,8 +13,8 @@ from lab.harness.measured import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 from lab.learning import headline, predictor, sd2, strides, tide, tide_control, tts
-from lab.learning.engines_at_work import LabSetting
-from lab.learning.headline import KEPT, Headline, keep
+from lab.learning.engines import LabSetting
+from lab.learning.headline import RESULTS_FOLDER, Headline, store_result
 
 # Each shows one claim of a paper.
 HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
@@ -43,28 +43,31 @@ def lab(
         "build/lab"
     ),
     kept: Annotated[
-        bool, typer.Option("--keep", help="Keep the results of claims in docs/results as well.")
+        bool,
+        typer.Option("--store_result", help="Keep the results of claims in docs/results as well."),
     ] = False,
 ) -> None:
     """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
     end_on_sigterm()
-    chosen = claims or [*HEADLINES]
+    selected = claims or [*HEADLINES]
     if quick and kept:
         raise typer.BadParameter("--quick shows that it runs; such results are not kept")
-    if unknown := sorted(set(chosen) - set(HEADLINES)):
+    if unknown := sorted(set(selected) - set(HEADLINES)):
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(HEADLINES)}")
     terminal, started = Terminal(), time.monotonic()
     document: dict[str, Any] = {**run_facts(), "quick": quick}
     with TemporaryDirectory(prefix="speculation-lab-") as scratch:
         setting = LabSetting(output, Path(scratch), quick, 1 if quick else seeds, terminal)
-        for name in chosen:
-            with terminal.failing(f"The lab failed in {name}"), terminal.working(name):
-                began = time.monotonic()
-                found = HEADLINES[name](setting)
-            found.show(name, terminal)
+        for name in selected:
+            with terminal.exit_on_error(f"The lab failed in {name}"), terminal.show_progress(name):
+                start_time = time.monotonic()
+                result = HEADLINES[name](setting)
+            result.show(name, terminal)
             if kept:
-                keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
-            document[name] = asdict(found)
+                store_result(
+                    name, result, setting.seeds, time.monotonic() - start_time, RESULTS_FOLDER
+                )
+            document[name] = asdict(result)
             document["seconds"] = round(time.monotonic() - started, 1)
             # Written after every claim, so that a later failure loses no result.
             write_result(document, output)

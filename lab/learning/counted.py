@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from controller.core.cost.roofline import device
+from controller.core.cost.roofline import device_from_data_sheet
 from controller.core.engine_spec import Arm
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
@@ -32,8 +32,8 @@ from lab.cpu_engine.pace.updates import DEVICE, OPTIMISER_BYTES, UTILISATION, WE
 from lab.cpu_engine.serve import LOCKSTEP_VARIABLE
 from lab.harness.errors import HarnessError
 from lab.harness.measured import Spread
-from lab.harness.sidecar import tokens_of
-from lab.learning.engines_at_work import Lab, LabSetting, running
+from lab.harness.sidecar import count_tokens
+from lab.learning.engines import Lab, LabSetting, start_engine
 from speculation.v1 import engine_pb2
 
 STRIDE: Final = 5
@@ -42,7 +42,7 @@ _GAMMA: Final = 3
 _GAMMAS: Final = (0, _GAMMA, 7)
 # Slightly more than the drafts that an engine has to see before it learns.
 _BASELINE_DRAFTS: Final = 220
-_ENDLESS: Final = 1 << 20
+_NO_LIMIT: Final = 1 << 20
 # Of Llama-3.1-8B and its EAGLE3 drafter (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B).
 _LLAMA: Final = DecoderShape(
     hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, layers=1, vocabulary=128256
@@ -94,12 +94,12 @@ SHORT_TRAINED: Final = (
 class Step:
     """A verification of one request.
 
-    context: tokens before it.  gained: tokens, bonus included.  seconds: of the step.  update: of
-    the update that landed before it, 0 where none did.
+    context: tokens before it.  gained_tokens: tokens, bonus included.  seconds: of the step.
+    update: of the update that landed before it, 0 where none did.
     """
 
     context: int
-    gained: int
+    gained_tokens: int
     seconds: float
     update: float
 
@@ -107,7 +107,7 @@ class Step:
 Answer = tuple[Step, ...]
 
 
-def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
+def drafting_steps(reports: Sequence[engine_pb2.StepReport]) -> Answer:
     """Returns the drafting steps of a request that ran alone (`last_play`)."""
     return tuple(
         Step(
@@ -123,50 +123,55 @@ def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
 
 def last_play(reports: Sequence[engine_pb2.StepReport]) -> list[engine_pb2.StepReport]:
     """Returns the steps of a request that ran alone; of its last play if it was sent again."""
-    alone = [report for report in reports if report.batch_size == 1]
+    single_reports = [report for report in reports if report.batch_size == 1]
     begins = [
-        at for at, (one, two) in enumerate(pairwise(alone), 1) if two.kv_tokens < one.kv_tokens
+        index
+        for index, (earlier, later) in enumerate(pairwise(single_reports), 1)
+        if later.kv_tokens < earlier.kv_tokens
     ]
-    return alone[begins[-1] if begins else 0 :]
+    return single_reports[begins[-1] if begins else 0 :]
 
 
-def tokens_of_last_play(reports: Sequence[engine_pb2.StepReport]) -> int:
+def count_last_play_tokens(reports: Sequence[engine_pb2.StepReport]) -> int:
     """Counts the tokens that the steps of a request's last play have made."""
-    return tokens_of(last_play(reports))
+    return count_tokens(last_play(reports))
 
 
-def acceptance(answer: Answer, first: int = 0, last: int = _ENDLESS) -> float:
+def acceptance(answer: Answer, first: int = 0, last: int = _NO_LIMIT) -> float:
     """Computes tokens a verification in contexts from `first` to before `last`; 0 without any."""
-    gained = [step.gained for step in answer if first <= step.context < last]
-    return sum(gained) / len(gained) if gained else 0.0
+    gained_tokens = [step.gained_tokens for step in answer if first <= step.context < last]
+    return sum(gained_tokens) / len(gained_tokens) if gained_tokens else 0.0
 
 
 def gain(
-    answers: Sequence[Answer], others: Sequence[Answer], first: int = 0, last: int = _ENDLESS
+    answers: Sequence[Answer],
+    baseline_answers: Sequence[Answer],
+    first: int = 0,
+    last: int = _NO_LIMIT,
 ) -> Spread:
     """Compares acceptance in these contexts with that of the same prompts' other answers.
 
     Raises HarnessError when an answer was not drafted for in these contexts.
     """
     pairs = [
-        (acceptance(one, first, last), acceptance(other, first, last))
-        for one, other in zip(answers, others, strict=True)
+        (acceptance(answer, first, last), acceptance(baseline_answer, first, last))
+        for answer, baseline_answer in zip(answers, baseline_answers, strict=True)
     ]
-    if not all(one and other for one, other in pairs):
+    if not all(answer and baseline_answer for answer, baseline_answer in pairs):
         raise HarnessError(f"no step with drafts in contexts {first} to {last} of an answer")
-    return Spread(tuple(one / other for one, other in pairs))
+    return Spread(tuple(answer / baseline_answer for answer, baseline_answer in pairs))
 
 
-def net(answers: Sequence[Answer], others: Sequence[Answer], price: float) -> float:
+def net_gain(answers: Sequence[Answer], baseline_answers: Sequence[Answer], price: float) -> float:
     """Computes the median gain if updates took their time from the steps.
 
     price: of an update, in steps (`update_price`).
     """
-    return gain(answers, others).median / (1 + price / STRIDE)
+    return gain(answers, baseline_answers).median / (1 + price / STRIDE)
 
 
 @contextmanager
-def learning(
+def start_learning_engine(
     setting: LabSetting, drafter: Drafter, name: str, variables: Mapping[str, str]
 ) -> Iterator[Lab]:
     """Starts an engine whose requests begin with the loaded drafter, ready to learn."""
@@ -176,7 +181,7 @@ def learning(
         LOCKSTEP_VARIABLE: "1",
         **variables,
     }
-    with running(
+    with start_engine(
         setting, name, drafter.folder, _GAMMAS, engine, batch_max=1, flags=drafter.flags
     ) as lab:
         with lab.regime("off"), lab.pinned(_GAMMA) as pin:
@@ -193,25 +198,29 @@ class Answers:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def answers_of(lab: Lab, drafter: Drafter, tokens: int, seeds: int, *, learn: bool) -> Answers:
+def generate_answers(
+    lab: Lab, drafter: Drafter, tokens: int, seeds: int, *, learn: bool
+) -> Answers:
     """Generates an answer of that many tokens for every seed, with updates or without."""
-    found: list[Answer] = []
-    said: list[tuple[int, ...]] = []
+    answers: list[Answer] = []
+    answer_tokens: list[tuple[int, ...]] = []
     with lab.regime(f"online:{STRIDE}" if learn else "off"), lab.pinned(_GAMMA) as pin:
         for seed in range(seeds):
-            seen = len(pin.reports)
+            reports_before = len(pin.reports)
             played = lab.generate(drafter.domain, 1, tokens, 300 + seed)
             # The prompt's step makes the first token, and no report.
             decoded = len(played.tokens[0]) - 1
-            reports = pin.reports_since(seen, decoded, tokens_of_last_play)
-            found.append(steps_of(reports))
-            said += played.tokens
-    return Answers(tuple(found), tuple(said))
+            reports = pin.reports_since(reports_before, decoded, count_last_play_tokens)
+            answers.append(drafting_steps(reports))
+            answer_tokens += played.tokens
+    return Answers(tuple(answers), tuple(answer_tokens))
 
 
-def drafters(setting: LabSetting, found: tuple[Drafter, ...] = DRAFTERS) -> tuple[Drafter, ...]:
+def drafters(
+    setting: LabSetting, candidates: tuple[Drafter, ...] = DRAFTERS
+) -> tuple[Drafter, ...]:
     """Returns those that a headline compares; a quick one has the first only."""
-    return found[:1] if setting.quick else found
+    return candidates[:1] if setting.quick else candidates
 
 
 @cache
@@ -223,7 +232,7 @@ def update_flops(drafter: str, window: int) -> float:
     with torch.device("meta"):
         student, drafts = _student(drafter)
         width = len(student.shape.feature_layers) * student.shape.decoder.hidden
-        with FlopCounterMode(display=False) as counted:
+        with FlopCounterMode(display=False) as flop_counter:
             unrolled = student.unroll(
                 torch.empty(1, window, width),
                 torch.zeros(1, window + drafts + 1, dtype=torch.long),
@@ -233,13 +242,13 @@ def update_flops(drafter: str, window: int) -> float:
                 valid=torch.ones(1, window, dtype=torch.bool),
             )
             torch.autograd.backward(unrolled, [torch.ones_like(logits) for logits in unrolled])
-    return float(counted.get_total_flops())
+    return float(flop_counter.get_total_flops())
 
 
 @cache
 def update_price(drafter: str, window: int, optimiser_steps: int = 1) -> float:
     """Computes the device's seconds of an update of one request, over those of a step."""
-    gpu = device(DEVICE)
+    gpu = device_from_data_sheet(DEVICE)
     with torch.device("meta"):
         student, drafts = _student(drafter)
         parameters = sum(part.numel() for part in student.parameters())
@@ -257,8 +266,8 @@ def _student(drafter: str) -> tuple[Eagle3Student | DFlashStudent, int]:
     if drafter == "EAGLE3":
         embedding = torch.empty(_LLAMA.vocabulary, _LLAMA.hidden)
         return (
-            Eagle3Student(_EAGLE3, embedding, tokens=torch.arange(_EAGLE3.drafts)),
+            Eagle3Student(_EAGLE3, embedding, tokens=torch.arange(_EAGLE3.draft_vocabulary_size)),
             _EAGLE3_DRAFTS,
         )
     student = DFlashStudent(_DFLASH, torch.empty(_QWEN.vocabulary, _QWEN.hidden))
-    return student, student.most_drafts
+    return student, student.max_drafts

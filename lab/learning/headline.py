@@ -9,12 +9,12 @@ from typing import Any, Final, Self
 
 from pydantic import TypeAdapter
 
-from controller.recording.html_page import new_figure, svg, table
-from controller.recording.html_page import page as html_page
+from controller.recording.html_page import html_document as html_page
+from controller.recording.html_page import html_table, inline_svg, new_figure
 from lab.harness.measured import run_facts
 from lab.harness.terminal import Terminal
 
-KEPT: Final = Path(__file__).resolve().parents[2] / "docs/results"
+RESULTS_FOLDER: Final = Path(__file__).resolve().parents[2] / "docs/results"
 # Claims that no paper has measured: there is nothing to reproduce, so their verdicts have other
 # words.  The stride that adapts is future work in the paper, the predictor is a drafter that it
 # does not look at, and the window is an approximation of this project.
@@ -42,12 +42,12 @@ class Verdict(StrEnum):
     UNCHECKED = "cannot be checked"
 
     @classmethod
-    def of(cls, *, whole: bool, part: bool) -> Self:
+    def from_parts(cls, *, full: bool, part: bool) -> Self:
         """Returns REPRODUCES if the whole claim holds, PARTLY if a part of it does, else NOT."""
-        return cls.REPRODUCES if whole else cls.PARTLY if part else cls.NOT
+        return cls.REPRODUCES if full else cls.PARTLY if part else cls.NOT
 
 
-_OWN_WORDS: Final = {
+_OWN_CLAIM_TEXTS: Final = {
     Verdict.REPRODUCES: "holds here",
     Verdict.PARTLY: "holds here in part",
     Verdict.NOT: "does not hold here",
@@ -56,7 +56,7 @@ _OWN_WORDS: Final = {
 
 def verdict_text(name: str, verdict: Verdict) -> str:
     """Returns the words after "It" for the verdict of `python -m lab.learning NAME`."""
-    return _OWN_WORDS.get(verdict, verdict) if name in OWN_CLAIMS else verdict
+    return _OWN_CLAIM_TEXTS.get(verdict, verdict) if name in OWN_CLAIMS else verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResult:
     """A result in a file, with how it was made.
 
     command: that makes it again.  seconds: that the run took.  run: machine and versions, as in
@@ -116,58 +116,62 @@ class Kept:
     run: dict[str, Any]
 
 
-_KEPT: Final = TypeAdapter(Kept)
+_RESULT_ADAPTER: Final = TypeAdapter(StoredResult)
 
 
-def keep(name: str, headline: Headline, seeds: int, seconds: float, folder: Path) -> None:
+def store_result(name: str, headline: Headline, seeds: int, seconds: float, folder: Path) -> None:
     """Writes the result of `python -m lab.learning NAME` to `NAME.json` of a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {fact: value for fact, value in run_facts().items() if fact != "command"}
     command = f"python -m lab.learning {name} --seeds {seeds}"
-    kept = Kept(headline, command, round(seconds, 1), run)
-    text = _KEPT.dump_json(kept, indent=1).decode()
+    stored_result = StoredResult(headline, command, round(seconds, 1), run)
+    text = _RESULT_ADAPTER.dump_json(stored_result, indent=1).decode()
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def kept_results(folder: Path) -> dict[str, Kept]:
+def load_results(folder: Path) -> dict[str, StoredResult]:
     """Reads the results of a folder, by name.  Raises ValueError for a file that has no result."""
     paths = sorted(folder.glob("*.json"))
-    return {path.stem: _KEPT.validate_json(path.read_text(encoding="utf-8")) for path in paths}
+    return {
+        path.stem: _RESULT_ADAPTER.validate_json(path.read_text(encoding="utf-8")) for path in paths
+    }
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Makes one self-contained HTML file."""
     machine = result["machine"]
-    about = (
+    machine_text = (
         f"{machine['processor']}, {machine['cores']} cores; {result['seconds']:.0f} s; "
         f"<code>{escape(' '.join(result['command']))}</code>. Ratios inside one claim can be "
         "compared; times of different claims were taken at different moments."
     )
-    body = [f"<h1>What updating and steering a drafter does</h1><p>{about}</p>"]
+    body = [f"<h1>What updating and steering a drafter does</h1><p>{machine_text}</p>"]
     body += [
-        _claim(name, part)
+        _claim_section(name, part)
         for name, part in result.items()
         if isinstance(part, dict) and "claim" in part
     ]
     return html_page("Lab", "".join(body))
 
 
-def _claim(name: str, found: Mapping[str, Any]) -> str:
+def _claim_section(name: str, claim_result: Mapping[str, Any]) -> str:
     """Makes the section of a `Headline`."""
-    title = f"{found['paper']}: {found['title']}"
-    words = [f"Claim: {found['claim']}", f"Here: {found['setup']}"]
-    words.append(f"It {verdict_text(name, Verdict(found['verdict']))}. {found['because']}")
+    title = f"{claim_result['paper']}: {claim_result['title']}"
+    words = [f"Claim: {claim_result['claim']}", f"Here: {claim_result['setup']}"]
+    words.append(
+        f"It {verdict_text(name, Verdict(claim_result['verdict']))}. {claim_result['because']}"
+    )
     picture = ""
-    if found["curves"]:
+    if claim_result["curves"]:
         figure = new_figure(8, 3.6)
         axes = figure.subplots()
-        for curve in found["curves"]:
-            across, up = zip(*curve["points"], strict=True)
-            axes.plot(across, up, marker="o", label=curve["label"])
-        axes.set_xlabel(found["axes"][0])
-        axes.set_ylabel(found["axes"][1])
+        for curve in claim_result["curves"]:
+            x_values, y_values = zip(*curve["points"], strict=True)
+            axes.plot(x_values, y_values, marker="o", label=curve["label"])
+        axes.set_xlabel(claim_result["axes"][0])
+        axes.set_ylabel(claim_result["axes"][1])
         axes.legend()
-        picture = svg(figure, title)
-    shown = table(found["columns"], found["rows"], label=title)
-    text = "".join(f"<p>{escape(one)}</p>" for one in words)
-    return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"
+        picture = inline_svg(figure, title)
+    table_html = html_table(claim_result["columns"], claim_result["rows"], label=title)
+    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in words)
+    return f"<h2>{escape(title)}</h2>{picture}{table_html}{text}"

@@ -20,7 +20,7 @@ from lab.cpu_engine.models.schedule import StepBudget
 from lab.cpu_engine.models.targets import load_target, save_predictor
 from lab.harness.errors import HarnessError
 from lab.harness.measured import Spread
-from lab.learning.engines_at_work import Lab, LabSetting, running
+from lab.learning.engines import Lab, LabSetting, start_engine
 from lab.learning.headline import Headline, Paper, Verdict
 
 _DOMAIN = "csv"
@@ -39,18 +39,18 @@ def predictor(setting: LabSetting) -> Headline:
     It holds if the predictor accepts more of every set of requests after the updates, in part
     if it does in the median.
     """
-    folder = _code_only(setting, steps=3 if setting.quick else 100)
+    folder = _train_code_predictor(setting, steps=3 if setting.quick else 100)
     drafters = {
         "predictor (MTP)": (folder, chain_flags("NEXTN", folder / "target", _GAMMA)),
         "EAGLE3": (SHALLOW, chain_flags("EAGLE3", SHALLOW / "draft-code", _GAMMA)),
     }
-    found: dict[str, _Learnt] = {}
+    results: dict[str, _LearningResult] = {}
     for number, (name, (models, flags)) in enumerate(drafters.items()):
-        with running(
+        with start_engine(
             setting, f"predictor-{number}", models, (0, _GAMMA), _ONLINE, models=models, flags=flags
         ) as lab:
-            found[name] = _learnt(setting, lab)
-    ratio = found["predictor (MTP)"].ratio
+            results[name] = _measure_learning(setting, lab)
+    ratio = results["predictor (MTP)"].ratio
     return Headline(
         Paper.TTS,
         "Multi-token predictors learn as well",
@@ -62,56 +62,65 @@ def predictor(setting: LabSetting) -> Headline:
         "without updates before and after.",
         ("drafter", "updates", "tokens a verification before", "after", "ratio"),
         tuple(
-            (name, str(row.updates), row.before.text(), row.after.text(), row.ratio.text())
-            for name, row in found.items()
+            (
+                name,
+                str(row.updates),
+                row.acceptance_before.text(),
+                row.acceptance_after.text(),
+                row.ratio.text(),
+            )
+            for name, row in results.items()
         ),
-        Verdict.of(whole=ratio.low > 1, part=ratio.median > 1),
+        Verdict.from_parts(full=ratio.low > 1, part=ratio.median > 1),
         f"The predictor accepts {ratio.median:.2f} times as many tokens after the updates "
-        f"({ratio.low:.2f} to {ratio.high:.2f}), EAGLE3 {found['EAGLE3'].ratio.median:.2f} times.",
+        f"({ratio.low:.2f} to {ratio.high:.2f}), EAGLE3 {results['EAGLE3'].ratio.median:.2f} "
+        "times.",
         {
             name: {
                 "updates": row.updates,
-                "acceptance length before": row.before.as_json(),
-                "acceptance length after": row.after.as_json(),
+                "acceptance length before": row.acceptance_before.as_json(),
+                "acceptance length after": row.acceptance_after.as_json(),
                 "ratio": row.ratio.as_json(),
             }
-            for name, row in found.items()
+            for name, row in results.items()
         },
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Learnt:
+class _LearningResult:
     """Acceptance lengths of the same requests, by seed, and the updates between them."""
 
     updates: int
-    before: Spread
-    after: Spread
+    acceptance_before: Spread
+    acceptance_after: Spread
 
     @property
     def ratio(self) -> Spread:
-        return self.after.over(self.before)
+        return self.acceptance_after.ratio_to(self.acceptance_before)
 
 
-def _code_only(setting: LabSetting, steps: int) -> Path:
+def _train_code_predictor(setting: LabSetting, steps: int) -> Path:
     """Trains a predictor of the shipped MiMo on code; the folder holds its set."""
     folder = setting.scratch / "mimo-code"
     shutil.copytree(MIMO / "target", folder / "target")
     torch.set_num_threads(1)
     target = load_target(MIMO / "target").requires_grad_(requires_grad=False)
     code = np.load(passage_file(FOLDER, "code")).ravel()
-    taught = recipe.DraftRecipe({"code": 1.0}, StepBudget(steps, _NO_LIMIT_SECONDS))
+    draft_recipe = recipe.DraftRecipe({"code": 1.0}, StepBudget(steps, _NO_LIMIT_SECONDS))
     splits = {"code": Split(code, code)}
-    with setting.terminal.working("a predictor is trained on code"):
-        made = train_predictor(taught, recipe.MIMO.predictor_shape, target, splits)
-    save_predictor(made, folder / "target")
+    with setting.terminal.show_progress("a predictor is trained on code"):
+        trained_predictor = train_predictor(
+            draft_recipe, recipe.MIMO.predictor_shape, target, splits
+        )
+    save_predictor(trained_predictor, folder / "target")
     return folder
 
 
-def _learnt(setting: LabSetting, lab: Lab) -> _Learnt:
+def _measure_learning(setting: LabSetting, lab: Lab) -> _LearningResult:
     """Plays the same requests before and after the updates."""
     updates = 2 if setting.quick else 100
-    before = _measured(setting, lab)
+    acceptance_before = _measure_acceptance(setting, lab)
     landed = 0
     with lab.regime(_REGIME), lab.pinned(_GAMMA) as pin:
         for wave in range(_WAVES_MAX):
@@ -121,10 +130,10 @@ def _learnt(setting: LabSetting, lab: Lab) -> _Learnt:
                 break
     if landed < updates:
         raise HarnessError(f"{landed} of {updates} updates in {_WAVES_MAX} waves of requests")
-    return _Learnt(landed, before, _measured(setting, lab))
+    return _LearningResult(landed, acceptance_before, _measure_acceptance(setting, lab))
 
 
-def _measured(setting: LabSetting, lab: Lab) -> Spread:
+def _measure_acceptance(setting: LabSetting, lab: Lab) -> Spread:
     """Returns acceptance lengths without updates, one a seed."""
     with lab.regime("off"), lab.pinned(_GAMMA):
         return Spread(

@@ -28,10 +28,10 @@ from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.recipe import MIXTURE, SHALLOW, Sd2Recipe
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.measured import Spread
-from lab.learning.engines_at_work import LabSetting
+from lab.learning.engines import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict
 from trainer.language_model import LanguageModel
-from trainer.sd2 import Offsets, Sd2Draft
+from trainer.sd2 import OffsetMode, Sd2Draft
 
 PRETRAINED, DISTILLED, STEERED = "pretrained", "distilled", "steered"
 FROZEN, BLOCKED = "steered, frozen", "steered, offsets in blocks"
@@ -42,18 +42,18 @@ DRAFTS = 8
 # Largest relative difference of two ways of drawing offsets that still "only differ slightly".
 SLIGHT = 0.05
 
-_HOW: Final[Mapping[str, Mapping[str, Any]]] = {
+_TRAINING_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     DISTILLED: {"steered": False},
     STEERED: {},
     FROZEN: {"frozen": True},
-    BLOCKED: {"offsets": Offsets.BLOCKED},
+    BLOCKED: {"offsets": OffsetMode.BLOCKED},
 }
 _PROMPT: Final = 32
 _SEEDS_OF_PROMPTS: Final = 900
 
 # Accepted drafts a block, by drafter and (temperature, domains): one value for each seed.
 Cells = dict[str, dict[tuple[float, tuple[str, ...]], Spread]]
-_EVERY = 8
+_BLOCK_INTERVAL = 8
 
 
 class CachedModel:
@@ -83,10 +83,10 @@ class CachedModel:
         Returns logits [batch, n, vocabulary] and features [batch, n, layers * hidden].
         """
         model = self._model.model
-        begun = self._cache[0][0].shape[2] if self._cache else 0
-        positions = torch.arange(begun, begun + tokens.shape[1])
-        rotation = self._model.rotary.at(positions)
-        sees = torch.arange(begun + tokens.shape[1]) <= positions[:, None]
+        cached_length = self._cache[0][0].shape[2] if self._cache else 0
+        positions = torch.arange(cached_length, cached_length + tokens.shape[1])
+        rotation = self._model.rotary.compute_rotation(positions)
+        attention_mask = torch.arange(cached_length + tokens.shape[1]) <= positions[:, None]
         residual = model.embed_tokens(tokens)
         grown, features = [], []
         for index, layer in enumerate(model.layers):
@@ -97,7 +97,7 @@ class CachedModel:
                 k = torch.cat([self._cache[index][0], k], dim=2)
                 v = torch.cat([self._cache[index][1], v], dim=2)
             grown.append((k, v))
-            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
             bias = None
             if self._steer is not None and steering is not None:
                 bias = self._steer[index](steering)
@@ -125,7 +125,7 @@ class Answers:
 
 
 @torch.no_grad()
-def answered(
+def generate_answers(
     target: LanguageModel,
     layers: tuple[int, ...],
     prompts: Tensor,
@@ -135,18 +135,18 @@ def answered(
 ) -> Answers:
     """Has the target answer prompts [count, length] at 0 (greedy) or another temperature."""
     model = CachedModel(target, layers)
-    tokens, newest, found = prompts, prompts, []
+    tokens, newest, feature_parts = prompts, prompts, []
     for _ in range(new_tokens):
         logits, features = model.run(newest)
         assert features is not None
-        found.append(features)
-        newest = _chosen(_shares(logits[:, -1], temperature), generator)
+        feature_parts.append(features)
+        newest = _sample_token(_shares(logits[:, -1], temperature), generator)
         tokens = torch.cat([tokens, newest], dim=1)
-    return Answers(temperature, tokens, prompts.shape[1], torch.cat(found, dim=1), model)
+    return Answers(temperature, tokens, prompts.shape[1], torch.cat(feature_parts, dim=1), model)
 
 
 @torch.no_grad()
-def accepted(
+def mean_accepted_drafts(
     draft: Sd2Draft, answers: Answers, drafts: int, generator: torch.Generator, *, steered: bool
 ) -> float:
     """Computes the mean number of drafts that are accepted of a block.
@@ -160,22 +160,29 @@ def accepted(
     # Row p takes the token at p + 1.
     context.run(tokens[:, 1:], g)
     counts = []
-    for newest in range(answers.prompt, tokens.shape[1] - 1, _EVERY):
+    for newest in range(answers.prompt, tokens.shape[1] - 1, _BLOCK_INTERVAL):
         # Verified are the positions before `newest`.
         model = context.cut(newest - 1)
         last = None if g is None else g[:, newest - 1 : newest]
-        chain, own = [tokens[:, newest : newest + 1]], []
+        chain, draft_distributions = [tokens[:, newest : newest + 1]], []
         for _ in range(drafts):
             shares = _shares(model.run(chain[-1], last)[0][:, -1], answers.temperature)
-            own.append(shares)
-            chain.append(_chosen(shares, generator))
-        theirs, _ = answers.target.cut(newest).run(torch.cat(chain[:-1], dim=1))
-        kept = torch.ones(len(tokens))
+            draft_distributions.append(shares)
+            chain.append(_sample_token(shares, generator))
+        target_logits, _ = answers.target.cut(newest).run(torch.cat(chain[:-1], dim=1))
+        acceptance_probability = torch.ones(len(tokens))
         total = torch.zeros(len(tokens))
         for position, drafted in enumerate(chain[1:]):
-            wanted = _shares(theirs[:, position], answers.temperature).gather(1, drafted)
-            kept = kept * (wanted / own[position].gather(1, drafted)).clamp_max(1)[:, 0]
-            total += kept
+            target_probability = _shares(target_logits[:, position], answers.temperature).gather(
+                1, drafted
+            )
+            acceptance_probability = (
+                acceptance_probability
+                * (target_probability / draft_distributions[position].gather(1, drafted)).clamp_max(
+                    1
+                )[:, 0]
+            )
+            total += acceptance_probability
         counts.append(total)
     return float(torch.stack(counts).mean())
 
@@ -187,11 +194,11 @@ def _shares(logits: Tensor, temperature: float) -> Tensor:
     return functional.softmax(logits / temperature, dim=-1)
 
 
-def _chosen(shares: Tensor, generator: torch.Generator) -> Tensor:
+def _sample_token(shares: Tensor, generator: torch.Generator) -> Tensor:
     return torch.multinomial(shares, 1, generator=generator)
 
 
-def temperature(setting: LabSetting) -> Headline:
+def temperature_headline(setting: LabSetting) -> Headline:
     """Steered against distilled against pretrained, greedy and sampled."""
     return _headline(
         setting,
@@ -204,7 +211,7 @@ def temperature(setting: LabSetting) -> Headline:
     )
 
 
-def frozen(setting: LabSetting) -> Headline:
+def frozen_headline(setting: LabSetting) -> Headline:
     """Steering alone, and steering with a drafter that learns beside it."""
     return _headline(
         setting,
@@ -217,7 +224,7 @@ def frozen(setting: LabSetting) -> Headline:
     )
 
 
-def blocked(setting: LabSetting) -> Headline:
+def blocked_headline(setting: LabSetting) -> Headline:
     """Offsets drawn for each row, and one for each block of rows, as in serving."""
     return _headline(
         setting,
@@ -237,22 +244,25 @@ def judge_temperature(cells: Cells) -> tuple[Verdict, str]:
     gains = {
         degree: _mean(steered, degree) / _mean(distilled, degree) - 1 for degree in TEMPERATURES
     }
-    over = {
+    gains_over_pretrained = {
         degree: _mean(steered, degree) / _mean(cells[PRETRAINED], degree) - 1
         for degree in TEMPERATURES
     }
-    below = [cell for cell in distilled if distilled[cell].median < cells[PRETRAINED][cell].median]
-    apart = [cell for cell in better if steered[cell].low > distilled[cell].high]
+    below_pretrained = [
+        cell for cell in distilled if distilled[cell].median < cells[PRETRAINED][cell].median
+    ]
+    clearly_better = [cell for cell in better if steered[cell].low > distilled[cell].high]
     because = (
         f"Steering has more accepted tokens a block than distillation in {len(better)} of "
-        f"{len(steered)} cells (in {len(apart)} of them by more than seeds differ), in the mean "
+        f"{len(steered)} cells (in {len(clearly_better)} of them by more than seeds differ), in "
+        "the mean "
         f"{_signed(gains[0.0])} at T = 0 and {_signed(gains[1.0])} at T = 1, and "
-        f"{_signed(over[0.0])} and "
-        f"{_signed(over[1.0])} over the pretrained drafter. "
-        f"The distilled drafter is below the pretrained one in {len(below)} of them."
+        f"{_signed(gains_over_pretrained[0.0])} and "
+        f"{_signed(gains_over_pretrained[1.0])} over the pretrained drafter. "
+        f"The distilled drafter is below the pretrained one in {len(below_pretrained)} of them."
     )
-    partly = min(*gains.values(), *over.values()) > 0
-    return Verdict.of(whole=len(better) == len(steered), part=partly), because
+    partly = min(*gains.values(), *gains_over_pretrained.values()) > 0
+    return Verdict.from_parts(full=len(better) == len(steered), part=partly), because
 
 
 def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
@@ -260,19 +270,25 @@ def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
 
     The paper's factor of 2 is not required.
     """
-    alone = [_mean(cells[FROZEN], d) / _mean(cells[PRETRAINED], d) for d in TEMPERATURES]
-    both = [_mean(cells[STEERED], d) / _mean(cells[FROZEN], d) for d in TEMPERATURES]
-    ahead = [_ahead(cells[FROZEN], cells[PRETRAINED]), _ahead(cells[STEERED], cells[FROZEN])]
+    steering_ratios = [_mean(cells[FROZEN], d) / _mean(cells[PRETRAINED], d) for d in TEMPERATURES]
+    training_ratios = [_mean(cells[STEERED], d) / _mean(cells[FROZEN], d) for d in TEMPERATURES]
+    ahead = [
+        _count_ahead(cells[FROZEN], cells[PRETRAINED]),
+        _count_ahead(cells[STEERED], cells[FROZEN]),
+    ]
     count = len(cells[STEERED])
     because = (
-        f"Steering alone has {alone[0]:.2f} times the accepted tokens a block of the pretrained "
-        f"drafter at T = 0 and {alone[1]:.2f} times at T = 1, and more in {ahead[0]} of {count} "
-        f"cells; training the drafter as well has {both[0]:.2f} and {both[1]:.2f} times those of "
+        f"Steering alone has {steering_ratios[0]:.2f} times the accepted tokens a block of the "
+        "pretrained "
+        f"drafter at T = 0 and {steering_ratios[1]:.2f} times at T = 1, and more in {ahead[0]} of "
+        f"{count} "
+        f"cells; training the drafter as well has {training_ratios[0]:.2f} and "
+        f"{training_ratios[1]:.2f} times those of "
         f"steering alone, and more in {ahead[1]} of {count} cells. The paper's factor of 2 belongs "
         "to a drafter that had 1.0 accepted tokens a block at first."
     )
-    partly = min(alone) > 1 or min(both) > 1
-    return Verdict.of(whole=ahead == [count, count], part=partly), because
+    partly = min(steering_ratios) > 1 or min(training_ratios) > 1
+    return Verdict.from_parts(full=ahead == [count, count], part=partly), because
 
 
 def judge_offsets(cells: Cells) -> tuple[Verdict, str]:
@@ -292,12 +308,14 @@ def judge_offsets(cells: Cells) -> tuple[Verdict, str]:
 
 
 def _mean(row: Mapping[tuple[float, tuple[str, ...]], Spread], degree: float) -> float:
-    found = [spread.median for (at, _), spread in row.items() if at == degree]
-    return sum(found) / len(found)
+    medians = [
+        spread.median for (cell_temperature, _), spread in row.items() if cell_temperature == degree
+    ]
+    return sum(medians) / len(medians)
 
 
-def _ahead(row: Mapping[Any, Spread], other: Mapping[Any, Spread]) -> int:
-    return sum(row[cell].median > other[cell].median for cell in row)
+def _count_ahead(row: Mapping[Any, Spread], baseline: Mapping[Any, Spread]) -> int:
+    return sum(row[cell].median > baseline[cell].median for cell in row)
 
 
 def _signed(gain: float) -> str:
@@ -312,14 +330,17 @@ def _headline(
     title: str,
     claim: str,
 ) -> Headline:
-    cells = _measured(setting, names)
+    cells = _measure_cells(setting, names)
     verdict, because = judge(cells)
     steps = _steps(setting)
     count, new_tokens = _size(setting)
-    rows = [(name, *(each.text(to="–") for each in row.values())) for name, row in cells.items()]
+    rows = [
+        (name, *(spread.text(separator="–") for spread in row.values()))
+        for name, row in cells.items()
+    ]
     kinds = [
-        f"T = {at:.0f}, {'seen' if names == SEEN else 'new'}"
-        for at, names in next(iter(cells.values()))
+        f"T = {degree:.0f}, {'seen' if names == SEEN else 'new'}"
+        for degree, names in next(iter(cells.values()))
     ]
     return Headline(
         Paper.SD2,
@@ -336,7 +357,10 @@ def _headline(
         verdict,
         because,
         {
-            name: {f"T={at:.0f} {'+'.join(names)}": s.as_json() for (at, names), s in row.items()}
+            name: {
+                f"T={degree:.0f} {'+'.join(names)}": s.as_json()
+                for (degree, names), s in row.items()
+            }
             for name, row in cells.items()
         },
     )
@@ -351,7 +375,7 @@ def _size(setting: LabSetting) -> tuple[int, int]:
     return (2, 10) if setting.quick else (12, 80)
 
 
-def _measured(setting: LabSetting, names: Sequence[str]) -> Cells:
+def _measure_cells(setting: LabSetting, names: Sequence[str]) -> Cells:
     torch.set_num_threads(1)
     count, new_tokens = _size(setting)
     steps = _steps(setting)
@@ -366,7 +390,9 @@ def _measured(setting: LabSetting, names: Sequence[str]) -> Cells:
                     draft = _drafter(name, 0 if name == PRETRAINED else seed, steps)
                     dice = torch.Generator().manual_seed(seed)
                     steered = name not in (PRETRAINED, DISTILLED)
-                    values.append(accepted(draft, answers, DRAFTS, dice, steered=steered))
+                    values.append(
+                        mean_accepted_drafts(draft, answers, DRAFTS, dice, steered=steered)
+                    )
                 cells[name][degree, domains] = Spread(tuple(values))
     return cells
 
@@ -386,8 +412,10 @@ def _drafter(name: str, seed: int, steps: tuple[int, int]) -> Sd2Draft:
     if name == PRETRAINED:
         return pretrain(recipe, SHALLOW.sd2_shape(recipe), splits)
     pretrained = _drafter(PRETRAINED, 0, steps)
-    taught = replace(recipe, mixture={domain: MIXTURE[domain] for domain in SEEN})
-    return distil(taught, pretrained, target, splits, seed=10 + seed, **_HOW[name])
+    seen_recipe = replace(recipe, mixture={domain: MIXTURE[domain] for domain in SEEN})
+    return distil(
+        seen_recipe, pretrained, target, splits, seed=10 + seed, **_TRAINING_OPTIONS[name]
+    )
 
 
 @cache
@@ -402,11 +430,11 @@ def _answers(
     ]
     layers = SHALLOW.draft_shape.feature_layers
     dice = torch.Generator().manual_seed(seed)
-    return answered(target, layers, torch.tensor(prompts), new_tokens, degree, dice)
+    return generate_answers(target, layers, torch.tensor(prompts), new_tokens, degree, dice)
 
 
 HEADLINES: Final[Mapping[str, Callable[[LabSetting], Headline]]] = {
-    "sd2-temperature": temperature,
-    "sd2-frozen": frozen,
-    "sd2-offsets": blocked,
+    "sd2-temperature": temperature_headline,
+    "sd2-frozen": frozen_headline,
+    "sd2-offsets": blocked_headline,
 }

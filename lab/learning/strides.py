@@ -13,13 +13,13 @@ from typing import Any, Final
 from controller.core.training.stride_planner import STRIDES
 from lab.cpu_engine.pace.updates import UpdateCosts
 from lab.harness.measured import Spread
-from lab.learning.engines_at_work import LabSetting, PacedLab, StreamPlay, paced
+from lab.learning.engines import LabSetting, PacedLab, StreamPlay, start_paced_engine
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 
 # The student as published, and a more expensive one.
 SCALES: Final = (1.0, 4.0)
 # Factor by which an interior stride has to beat both ends to count as the best.
-_CLEARLY: Final = 1.01
+_INTERIOR_MARGIN: Final = 1.01
 _GAMMA: Final = 3
 _PER_REQUEST: Final = {"SPECULATION_ONLINE_SCOPE": "request"}
 # Slightly more than the drafts that an engine has to see before it learns.
@@ -71,37 +71,41 @@ class StrideFigures:
 def tts_strides(setting: LabSetting) -> Headline:
     """Measures every fixed stride, each request from the first weights, at two prices."""
     strides = (0, 5, 1) if setting.quick else STRIDES
-    found: dict[float, dict[int, StrideFigures]] = {}
+    figures_by_scale: dict[float, dict[int, StrideFigures]] = {}
     plain: list[float] = []
     tokens: set[tuple[tuple[tuple[int, ...], ...], ...]] = set()
     for scale in SCALES[:1] if setting.quick else SCALES:
         name = f"tts-strides-{scale:g}"
         costs = UpdateCosts(scale=scale)
-        with paced(setting, name, "draft-code", (0, _GAMMA), costs, 1, _PER_REQUEST) as lab:
-            plays = _by_stride(setting, lab, strides)
+        with start_paced_engine(
+            setting, name, "draft-code", (0, _GAMMA), costs, 1, _PER_REQUEST
+        ) as lab:
+            plays = _play_strides(setting, lab, strides)
             plain += [play.tokens / play.seconds for play in plays.pop(None)]
         tokens |= {tuple(play.answers for play in played) for played in plays.values()}
-        found[scale] = {stride or 0: _figures(played) for stride, played in plays.items()}
-    return strides_headline(found, Spread(tuple(plain)), same_tokens=len(tokens) == 1)
+        figures_by_scale[scale] = {
+            stride or 0: _figures(played) for stride, played in plays.items()
+        }
+    return strides_headline(figures_by_scale, Spread(tuple(plain)), same_tokens=len(tokens) == 1)
 
 
-def _by_stride(
+def _play_strides(
     setting: LabSetting, lab: PacedLab, strides: Sequence[int]
 ) -> dict[int | None, list[StreamPlay]]:
     """Plays the same requests at every stride; None: without drafts."""
     new_tokens, seeds = (64, 1) if setting.quick else (500, setting.seeds)
     requests = [("csv", 1, new_tokens, 200 + seed) for seed in range(seeds)]
-    found: dict[int | None, list[StreamPlay]] = {}
+    plays_by_stride: dict[int | None, list[StreamPlay]] = {}
     with lab.lab.regime("off"):
         with lab.lab.pinned(0):
-            found[None] = [lab.play(*requests[0])]
+            plays_by_stride[None] = [lab.play(*requests[0])]
         with lab.lab.pinned(_GAMMA):
             # The reference for what updates change: as many drafts as the engine asks for.
             lab.play("csv", 1, _BASELINE_TOKENS, 7)
     for stride in strides:
         with lab.lab.regime(f"online:{stride}" if stride else "off"), lab.lab.pinned(_GAMMA):
-            found[stride] = [lab.play(*request) for request in requests]
-    return found
+            plays_by_stride[stride] = [lab.play(*request) for request in requests]
+    return plays_by_stride
 
 
 def _figures(plays: Sequence[StreamPlay]) -> StrideFigures:
@@ -113,7 +117,10 @@ def _figures(plays: Sequence[StreamPlay]) -> StrideFigures:
 
 
 def strides_headline(
-    found: Mapping[float, Mapping[int, StrideFigures]], plain: Spread, *, same_tokens: bool
+    figures_by_scale: Mapping[float, Mapping[int, StrideFigures]],
+    plain: Spread,
+    *,
+    same_tokens: bool,
 ) -> Headline:
     """Judges the figures, by price and stride.
 
@@ -121,19 +128,19 @@ def strides_headline(
     price some stride in between makes more tokens/s than both ends, by 1 % or more; in part, if
     that is so at one price.  plain: tokens/s without drafts.
     """
-    best = {scale: _best(figures) for scale, figures in found.items()}
-    interior = {scale: _is_interior(figures) for scale, figures in found.items()}
+    best = {scale: _best(figures) for scale, figures in figures_by_scale.items()}
+    interior = {scale: _is_interior(figures) for scale, figures in figures_by_scale.items()}
     rises = all(
         figures[min(filter(None, figures))].lengths.median > figures[0].lengths.median
-        for figures in found.values()
+        for figures in figures_by_scale.values()
     )
     count = sum(interior.values()) if rises else 0
-    verdict = Verdict.of(whole=count == len(found), part=count > 0)
-    prices = ", ".join(f"{scale:g}× the price" for scale in found)
+    verdict = Verdict.from_parts(full=count == len(figures_by_scale), part=count > 0)
+    prices = ", ".join(f"{scale:g}× the price" for scale in figures_by_scale)
     bests = " and ".join(
         f"S = {_name(best[scale])} at {scale:g}× the price "
         f"({'in between' if interior[scale] else 'not clearly in between'})"
-        for scale in found
+        for scale in figures_by_scale
     )
     rising = "rises" if rises else "does not rise"
     return Headline(
@@ -150,7 +157,7 @@ def strides_headline(
             "S",
             *(
                 title
-                for scale in found
+                for scale in figures_by_scale
                 for title in (f"tokens a step, {scale:g}×", f"tokens/s, {scale:g}×")
             ),
         ),
@@ -159,14 +166,14 @@ def strides_headline(
                 _name(stride),
                 *(
                     text
-                    for figures in found.values()
+                    for figures in figures_by_scale.values()
                     for text in (
                         figures[stride].lengths.text(2, "–"),
                         figures[stride].speeds.text(0, "–"),
                     )
                 ),
             )
-            for stride in next(iter(found.values()))
+            for stride in next(iter(figures_by_scale.values()))
         ),
         verdict,
         f"The most tokens/s are made at {bests}; acceptance {rising} with the rate of updates. "
@@ -178,22 +185,25 @@ def strides_headline(
             "by price": {
                 f"{scale:g}": {
                     _name(stride): {
-                        "acceptance length": one.lengths.as_json(),
-                        "tokens/s": one.speeds.as_json(),
-                        "updates": one.updates,
+                        "acceptance length": stride_figures.lengths.as_json(),
+                        "tokens/s": stride_figures.speeds.as_json(),
+                        "updates": stride_figures.updates,
                     }
-                    for stride, one in figures.items()
+                    for stride, stride_figures in figures.items()
                 }
-                for scale, figures in found.items()
+                for scale, figures in figures_by_scale.items()
             },
         },
         tuple(
             Curve(
                 f"{scale:g}× the price",
                 # Against the rate of updates: off is 0, every step is 1.
-                tuple((1 / s if s else 0.0, one.speeds.median) for s, one in figures.items()),
+                tuple(
+                    (1 / s if s else 0.0, stride_figures.speeds.median)
+                    for s, stride_figures in figures.items()
+                ),
             )
-            for scale, figures in found.items()
+            for scale, figures in figures_by_scale.items()
         ),
         ("updates asked for per step, 1/S", "tokens/s"),
     )
@@ -204,9 +214,9 @@ def _best(figures: Mapping[int, StrideFigures]) -> int:
 
 
 def _is_interior(figures: Mapping[int, StrideFigures]) -> bool:
-    most = min(filter(None, figures))
-    ends = max(figures[end].speeds.median for end in (0, most))
-    return figures[_best(figures)].speeds.median >= _CLEARLY * ends
+    smallest_stride = min(filter(None, figures))
+    ends = max(figures[end].speeds.median for end in (0, smallest_stride))
+    return figures[_best(figures)].speeds.median >= _INTERIOR_MARGIN * ends
 
 
 def _name(stride: int) -> str:
@@ -215,7 +225,7 @@ def _name(stride: int) -> str:
 
 def tts_choice(setting: LabSetting) -> Headline:
     """Compares the sidecar's choice with fixed strides, each on an engine of its own."""
-    found: dict[str, dict[str, Streams]] = {}
+    streams_by_name: dict[str, dict[str, Streams]] = {}
     for name in ("aligned",) if setting.quick else STREAMS:
         jobs = [(seed, choice) for seed in range(setting.seeds) for choice in (*_FIXED, OWN)]
         if setting.quick:
@@ -223,14 +233,16 @@ def tts_choice(setting: LabSetting) -> Headline:
         with _engine(setting, name, "costs") as lab:
             lab.lab.profile(_PROFILE_SECONDS)
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-            started = [pool.submit(_played, setting, name, *job) for job in jobs]
-            played = [job.result() for job in started]
+            futures = [pool.submit(_play_choice, setting, name, *job) for job in jobs]
+            played = [job.result() for job in futures]
         plays = [(choice, play.halves) for (_, choice), play in zip(jobs, played, strict=True)]
-        found[name] = {one: [h for choice, h in plays if choice == one] for one, _ in plays}
-    return choice_headline(found)
+        streams_by_name[name] = {
+            option: [h for choice, h in plays if choice == option] for option, _ in plays
+        }
+    return choice_headline(streams_by_name)
 
 
-def _played(setting: LabSetting, name: str, seed: int, choice: str) -> StreamPlay:
+def _play_choice(setting: LabSetting, name: str, seed: int, choice: str) -> StreamPlay:
     """Plays a stream on a new engine, which knows what steps cost."""
     stream = STREAMS[name]
     requests, new_tokens = (8, 40) if setting.quick else (stream.requests, 200)
@@ -248,42 +260,44 @@ def _engine(setting: LabSetting, name: str, title: str) -> Iterator[PacedLab]:
     profiles = {"CONTROLLER_PROFILE_DIRECTORY": str(setting.scratch / f"profiles of {name}")}
     title = f"tts-choice-{name}-{title}".replace(" ", "-").replace(":", "-")
     gammas = (0, 1, _GAMMA)
-    with paced(
+    with start_paced_engine(
         setting, title, stream.draft, gammas, UpdateCosts(), stream.batch, sidecar=profiles
     ) as lab:
         yield lab
 
 
-def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
+def choice_headline(streams_by_name: Mapping[str, Mapping[str, Streams]]) -> Headline:
     """Judges streams by choice.
 
     It holds if the sidecar's choice makes `BAR` or more of the tokens/s of the best fixed
     stride, in the median over seeds, on every stream; in part, if on some.
     """
     rows, facts, reached = [], {}, []
-    for name, by_choice in found.items():
+    for name, by_choice in streams_by_name.items():
         speeds = {choice: _speeds(streams) for choice, streams in by_choice.items()}
         best = max((c for c in speeds if c != OWN), key=lambda choice: sum(speeds[choice].values))
-        over = {
-            title: _speeds(by_choice[OWN], half).over(_speeds(by_choice[other], half))
-            for title, other, half in (
+        ratios = {
+            title: _speeds(by_choice[OWN], half).ratio_to(_speeds(by_choice[baseline_choice], half))
+            for title, baseline_choice, half in (
                 ("best fixed", best, False),
                 ("off", "off", False),
                 ("best fixed, second half", best, True),
             )
         }
-        reached.append(over["best fixed"].median >= BAR)
+        reached.append(ratios["best fixed"].median >= BAR)
         rows.append(
             (
                 name,
                 best.removeprefix("online:"),
                 *(speeds[choice].text(0, "–") for choice in (best, OWN)),
-                *(ratio.text(3, "–") for ratio in over.values()),
+                *(ratio.text(3, "–") for ratio in ratios.values()),
             )
         )
-        facts[name] = _facts(best, speeds, over)
-    verdict = Verdict.of(whole=all(reached), part=any(reached))
-    failed = [name for name, is_so in zip(found, reached, strict=True) if not is_so]
+        facts[name] = _facts(best, speeds, ratios)
+    verdict = Verdict.from_parts(full=all(reached), part=any(reached))
+    failed = [
+        name for name, is_reached in zip(streams_by_name, reached, strict=True) if not is_reached
+    ]
     return Headline(
         Paper.TTS,
         "a stride that adapts",
@@ -304,15 +318,15 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
     )  # fmt: skip
 
 
-def _speeds(streams: Streams, half: bool = False) -> Spread:
+def _speeds(streams: Streams, half_stretch: bool = False) -> Spread:
     """Returns tokens/s over a stream, or its second half, by seed."""
-    parts = [halves[1:] if half else halves for halves in streams]
+    parts = [halves[1:] if half_stretch else halves for halves in streams]
     return Spread(tuple(sum(t for t, _ in part) / sum(s for _, s in part) for part in parts))
 
 
-def _facts(best: str, speeds: Mapping[str, Spread], over: Mapping[str, Spread]) -> dict[str, Any]:
+def _facts(best: str, speeds: Mapping[str, Spread], ratios: Mapping[str, Spread]) -> dict[str, Any]:
     return {
         "best fixed": best,
         "tokens/s": {choice: spread.as_json() for choice, spread in speeds.items()},
-        **{f"chosen over {title}": ratio.as_json() for title, ratio in over.items()},
+        **{f"chosen over {title}": ratio.as_json() for title, ratio in ratios.items()},
     }

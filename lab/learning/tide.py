@@ -17,18 +17,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine_shim.sglang.training.chain import Eagle3Student
-from engine_shim.sglang.training.signals import Signal, load, signal_paths
+from engine_shim.sglang.training.signals import Signal, load_signal, signal_paths
 from engine_shim.sglang.training.students import DraftStudent
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from lab.harness.errors import HarnessError
 from lab.harness.measured import Spread
-from lab.harness.sidecar import decoded_rows
-from lab.learning.engines_at_work import Lab, LabSetting, running
+from lab.harness.sidecar import count_decoded_rows
+from lab.learning.engines import Lab, LabSetting, start_engine
 from lab.learning.headline import Headline, Paper, Verdict
-from trainer.adapt import AdaptSettings, acceptance_length, fine_tuned, split
+from trainer.adapt import AdaptSettings, acceptance_length, fine_tune, split_signals
 
 LOADED: Final = "as loaded"
 _SERVED: Final = (
@@ -53,21 +53,21 @@ _WARM_UP_TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DomainServed:
+class ServedDomain:
     """Holds what the engine served of a domain, at gamma = 3.
 
-    train, held: its signals.  counts: sequences that accepted exactly k drafts in a step.
+    train, held_out: its signals.  counts: sequences that accepted exactly k drafts in a step.
     """
 
     train: tuple[Signal, ...]
-    held: tuple[Signal, ...]
+    held_out: tuple[Signal, ...]
     counts: tuple[int, ...]
 
     @property
     def conditional(self) -> tuple[float, ...]:
         """Computes a_1, a_2, ...: the share of each draft position that was accepted."""
         reached = [sum(self.counts[k:]) for k in range(len(self.counts))]
-        return tuple(after / max(before, 1) for before, after in pairwise(reached))
+        return tuple(next_count / max(count, 1) for count, next_count in pairwise(reached))
 
     @property
     def acceptance_length(self) -> float:
@@ -76,10 +76,10 @@ class DomainServed:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedSignals:
     """Holds the domains by name, and the drafter that served them all."""
 
-    domains: dict[str, DomainServed]
+    domains: dict[str, ServedDomain]
     drafter: DraftStudent
 
 
@@ -88,13 +88,13 @@ def matrix(setting: LabSetting) -> Headline:
     lengths: list[dict[str, dict[str, float]]] = []
     prompts: list[dict[str, float]] = []
     for seed in range(setting.seeds):
-        found = collected(setting, seed)
-        drafters = {LOADED: found.drafter} | {
-            domain: _trained(setting, found, served.train, seed)
-            for domain, served in found.domains.items()
+        collection = collect_signals(setting, seed)
+        drafters = {LOADED: collection.drafter} | {
+            domain: _train_drafter(setting, collection, served.train, seed)
+            for domain, served in collection.domains.items()
         }
-        lengths.append(_evaluated(found, drafters))
-        prompts.append(_by_use_of_prompts(setting, found, drafters, seed))
+        lengths.append(_evaluate_drafters(collection, drafters))
+        prompts.append(_compare_prompt_uses(setting, collection, drafters, seed))
     domains = list(lengths[0])
     spread = {
         domain: {
@@ -104,8 +104,11 @@ def matrix(setting: LabSetting) -> Headline:
         for domain in domains
     }
     uses = {use: Spread(tuple(run[use] for run in prompts)) for use in prompts[0]}
-    verdict, because = judged_matrix(
-        {domain: {name: one.median for name, one in row.items()} for domain, row in spread.items()}
+    verdict, because = judge_matrix(
+        {
+            domain: {name: cell.median for name, cell in row.items()}
+            for domain, row in spread.items()
+        }
     )
     return Headline(
         Paper.TIDE,
@@ -115,7 +118,7 @@ def matrix(setting: LabSetting) -> Headline:
         "3, and 15% to 40% by the text (appendix A.1).",
         f"{_SERVED}; tokens a verification on the held-out signals, counted as the engine steps",
         ("evaluated on", LOADED, *(f"trained on {domain}" for domain in domains)),
-        tuple((domain, *(one.text() for one in row.values())) for domain, row in spread.items()),
+        tuple((domain, *(cell.text() for cell in row.values())) for domain, row in spread.items()),
         verdict,
         f"{because} Prompts in the signals, mean over the domains: {uses['context'].text()} tokens "
         f"a verification where they are context in training, {uses['left out'].text()} where they "
@@ -123,15 +126,15 @@ def matrix(setting: LabSetting) -> Headline:
         "taught.",
         {
             "acceptance length": {
-                domain: {name: one.as_json() for name, one in row.items()}
+                domain: {name: cell.as_json() for name, cell in row.items()}
                 for domain, row in spread.items()
             },
-            "prompts in training": {use: one.as_json() for use, one in uses.items()},
+            "prompts in training": {use: cell.as_json() for use, cell in uses.items()},
         },
     )
 
 
-def judged_matrix(lengths: dict[str, dict[str, float]]) -> tuple[Verdict, str]:
+def judge_matrix(lengths: dict[str, dict[str, float]]) -> tuple[Verdict, str]:
     """Reproduces where each domain's own drafter is the best of the trained ones on it.
 
     In part where at least half of them are.  lengths: evaluated domain -> drafter -> tokens a
@@ -140,22 +143,22 @@ def judged_matrix(lengths: dict[str, dict[str, float]]) -> tuple[Verdict, str]:
     best = [
         domain
         for domain, row in lengths.items()
-        if all(row[domain] >= row[other] for other in lengths)
+        if all(row[domain] >= row[other_domain] for other_domain in lengths)
     ]
     losses = [
-        1 - row[other] / row[domain]
+        1 - row[other_domain] / row[domain]
         for domain, row in lengths.items()
-        for other in lengths
-        if other != domain
+        for other_domain in lengths
+        if other_domain != domain
     ]
-    said = (
+    text = (
         f"The drafter that was trained on a domain is the best one there for "
         f"{', '.join(best) or 'none of them'}; drafters of other domains lose {min(losses):.0%} to "
         f"{max(losses):.0%} against it, {sum(losses) / len(losses):.0%} in the mean (in the "
         f"paper's table {_LOSS[0]:.0%} to {_LOSS[1]:.0%})."
     )
-    whole, part = len(best) == len(lengths), 2 * len(best) >= len(lengths)
-    return Verdict.of(whole=whole, part=part), said
+    is_full, is_partial = len(best) == len(lengths), 2 * len(best) >= len(lengths)
+    return Verdict.from_parts(full=is_full, part=is_partial), text
 
 
 def training_time(setting: LabSetting) -> Headline:
@@ -164,24 +167,26 @@ def training_time(setting: LabSetting) -> Headline:
     prefill: list[float] = []
     lengths: dict[str, list[float]] = {"kept": [], "computed": []}
     for seed in range(setting.seeds):
-        found = collected(setting, seed)
-        signals = [signal for served in found.domains.values() for signal in served.train]
-        held = [signal for served in found.domains.values() for signal in served.held]
-        assert isinstance(found.drafter, Eagle3Student)
-        layers = found.drafter.shape.feature_layers
-        with FlopCounterMode(display=False) as counted:
-            again = [_computed(target, signal, layers) for signal in signals]
-        operations = counted.get_total_flops()
-        with FlopCounterMode(display=False) as counted:
-            kept = _trained(setting, found, signals, seed, passes=_EPOCHS)
-        prefill.append(operations / counted.get_total_flops())
-        computed = _trained(setting, found, again, seed, passes=_EPOCHS)
-        lengths["kept"].append(acceptance_length(kept, held, GAMMA))
-        lengths["computed"].append(acceptance_length(computed, held, GAMMA))
+        collection = collect_signals(setting, seed)
+        signals = [signal for served in collection.domains.values() for signal in served.train]
+        held_out = [signal for served in collection.domains.values() for signal in served.held_out]
+        assert isinstance(collection.drafter, Eagle3Student)
+        layers = collection.drafter.shape.feature_layers
+        with FlopCounterMode(display=False) as flop_counter:
+            computed_signals = [_recompute_signal(target, signal, layers) for signal in signals]
+        operations = flop_counter.get_total_flops()
+        with FlopCounterMode(display=False) as flop_counter:
+            kept_drafter = _train_drafter(setting, collection, signals, seed, passes=_EPOCHS)
+        prefill.append(operations / flop_counter.get_total_flops())
+        computed_drafter = _train_drafter(
+            setting, collection, computed_signals, seed, passes=_EPOCHS
+        )
+        lengths["kept"].append(acceptance_length(kept_drafter, held_out, GAMMA))
+        lengths["computed"].append(acceptance_length(computed_drafter, held_out, GAMMA))
     offline = Spread(tuple(1 + share for share in prefill))
     online = Spread(tuple(1 + _EPOCHS * share for share in prefill))
     quality = {name: Spread(tuple(values)) for name, values in lengths.items()}
-    verdict, because = judged_time(offline, quality["kept"], quality["computed"])
+    verdict, because = judge_time(offline, quality["kept"], quality["computed"])
     return Headline(
         Paper.TIDE,
         "training time against a pipeline with a prefill",
@@ -203,30 +208,35 @@ def training_time(setting: LabSetting) -> Headline:
             "prefill over training": Spread(tuple(prefill)).as_json(),
             "prefill once": offline.as_json(),
             "prefill in each epoch": online.as_json(),
-            "acceptance length": {name: one.as_json() for name, one in quality.items()},
+            "acceptance length": {name: cell.as_json() for name, cell in quality.items()},
         },
     )
 
 
-def judged_time(offline: Spread, kept: Spread, computed: Spread) -> tuple[Verdict, str]:
+def judge_time(
+    offline: Spread, kept_lengths: Spread, computed_lengths: Spread
+) -> tuple[Verdict, str]:
     """Reproduces where the prefill adds 30 % to the work, and drafters become equally good.
 
     In part where it adds 5 %.  Equally good: within 5 % of each other's acceptance length.
     """
-    alike = abs(kept.median / computed.median - 1) <= _SAVES - 1
-    said = (
+    is_equal = abs(kept_lengths.median / computed_lengths.median - 1) <= _SAVES - 1
+    text = (
         f"One prefill adds {offline.median - 1:.0%} to the work of training here. How much it is "
         "depends on the target's size beside the drafter's: the paper's target has 117 billion "
         "parameters, this one a few layers. The drafters become "
-        f"{'equally good' if alike else 'unequally good'}."
+        f"{'equally good' if is_equal else 'unequally good'}."
     )
-    whole, part = offline.low >= _SAVES_CLEARLY and alike, offline.low >= _SAVES and alike
-    return Verdict.of(whole=whole, part=part), said
+    is_full, is_partial = (
+        offline.low >= _SAVES_CLEARLY and is_equal,
+        offline.low >= _SAVES and is_equal,
+    )
+    return Verdict.from_parts(full=is_full, part=is_partial), text
 
 
-def _trained(
+def _train_drafter(
     setting: LabSetting,
-    found: Collected,
+    collection: CollectedSignals,
     signals: Sequence[Signal],
     seed: int,
     *,
@@ -236,33 +246,35 @@ def _trained(
     settings = AdaptSettings(
         passes=1 if setting.quick else passes, batch=4, seed=seed, teach_prompts=teach_prompts
     )
-    return fine_tuned(found.drafter, signals, settings)
+    return fine_tune(collection.drafter, signals, settings)
 
 
-def _evaluated(found: Collected, drafters: dict[str, DraftStudent]) -> dict[str, dict[str, float]]:
+def _evaluate_drafters(
+    collection: CollectedSignals, drafters: dict[str, DraftStudent]
+) -> dict[str, dict[str, float]]:
     return {
         domain: {
-            name: acceptance_length(drafter, served.held, GAMMA)
+            name: acceptance_length(drafter, served.held_out, GAMMA)
             for name, drafter in drafters.items()
         }
-        for domain, served in found.domains.items()
+        for domain, served in collection.domains.items()
     }
 
 
-def _by_use_of_prompts(
-    setting: LabSetting, found: Collected, drafters: dict[str, DraftStudent], seed: int
+def _compare_prompt_uses(
+    setting: LabSetting, collection: CollectedSignals, drafters: dict[str, DraftStudent], seed: int
 ) -> dict[str, float]:
     """Computes the mean acceptance length of domains on their own signals, prompts included."""
     lengths: dict[str, list[float]] = {"context": [], "left out": [], "taught": []}
-    for domain, served in found.domains.items():
-        without = [_without_prompt(signal) for signal in served.train]
-        made = {
+    for domain, served in collection.domains.items():
+        signals_without_prompt = [_without_prompt(signal) for signal in served.train]
+        drafters_by_use = {
             "context": drafters[domain],
-            "left out": _trained(setting, found, without, seed),
-            "taught": _trained(setting, found, served.train, seed, teach_prompts=True),
+            "left out": _train_drafter(setting, collection, signals_without_prompt, seed),
+            "taught": _train_drafter(setting, collection, served.train, seed, teach_prompts=True),
         }
-        for use, drafter in made.items():
-            lengths[use].append(acceptance_length(drafter, served.held, GAMMA))
+        for use, drafter in drafters_by_use.items():
+            lengths[use].append(acceptance_length(drafter, served.held_out, GAMMA))
     return {use: sum(values) / len(values) for use, values in lengths.items()}
 
 
@@ -278,7 +290,7 @@ def _without_prompt(signal: Signal) -> Signal:
 
 
 @torch.no_grad()
-def _computed(target: Qwen3Target, signal: Signal, layers: Sequence[int]) -> Signal:
+def _recompute_signal(target: Qwen3Target, signal: Signal, layers: Sequence[int]) -> Signal:
     """Returns the signal with hidden states and distributions of a pass of the target."""
     hidden, features = target.hidden_and_features(signal.tokens[None], layers)
     logits = hidden[0, signal.context :] @ target.model.embed_tokens.weight.T
@@ -287,19 +299,19 @@ def _computed(target: Qwen3Target, signal: Signal, layers: Sequence[int]) -> Sig
     return replace(signal, features=states, top_tokens=tokens.int(), top_logs=logs)
 
 
-def by_domain(found: Sequence[dict[str, DomainServed]]) -> dict[str, Any]:
+def describe_domains(runs: Sequence[dict[str, ServedDomain]]) -> dict[str, Any]:
     """Returns what was counted on the engine, as JSON has it."""
     return {
         domain: {
-            "acceptance length": [round(run[domain].acceptance_length, 3) for run in found],
-            "accepted": [list(run[domain].counts) for run in found],
+            "acceptance length": [round(run[domain].acceptance_length, 3) for run in runs],
+            "accepted": [list(run[domain].counts) for run in runs],
         }
-        for domain in found[0]
+        for domain in runs[0]
     }
 
 
 @cache
-def collected(setting: LabSetting, seed: int) -> Collected:
+def collect_signals(setting: LabSetting, seed: int) -> CollectedSignals:
     """Serves every domain with a drafter of code, collecting; once for all parts of a run.
 
     Raises HarnessError.
@@ -308,14 +320,16 @@ def collected(setting: LabSetting, seed: int) -> Collected:
     folder = setting.scratch / f"{name}-signals"
     variables = {"SPECULATION_SIGNALS_FOLDER": str(folder)}
     domains = DOMAINS[-2:] if setting.quick else DOMAINS
-    with running(setting, name, MODELS / _DRAFT, (0, 1, GAMMA), variables) as lab:
-        served = {domain: _served(setting, lab, folder, domain, seed) for domain in domains}
-    return Collected(served, Versions(folder / FOLDER).student(0))
+    with start_engine(setting, name, MODELS / _DRAFT, (0, 1, GAMMA), variables) as lab:
+        served = {domain: _serve_domain(setting, lab, folder, domain, seed) for domain in domains}
+    return CollectedSignals(served, Versions(folder / FOLDER_NAME).load_student(0))
 
 
-def _served(setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int) -> DomainServed:
+def _serve_domain(
+    setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int
+) -> ServedDomain:
     count, tokens = (4, 64) if setting.quick else (12, 128)
-    before = set(signal_paths(folder))
+    earlier_paths = set(signal_paths(folder))
     with lab.regime("collect"), lab.pinned(GAMMA) as pin:
         # So that the engine has the plan before the prompts come.
         lab.generate(domain, 1, _WARM_UP_TOKENS, 9000 + seed)
@@ -324,21 +338,21 @@ def _served(setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int)
         # The prompts' steps make the first tokens, and no report.  The last steps may make more
         # tokens than are asked for, so that a few of them may be missing.
         decoded = sum(len(answer) - 1 for answer in played.tokens)
-        came = pin.reports_since(first, decoded)
-        reports = [report for report in came if report.gamma == GAMMA]
+        all_reports = pin.reports_since(first, decoded)
+        reports = [report for report in all_reports if report.gamma == GAMMA]
     for _ in range(_TRIES):
         # The end of the regime reaches the engine in a step.
         lab.generate(domain, 1, 4, 9500 + seed)
-        paths = sorted(set(signal_paths(folder)) - before)
+        paths = sorted(set(signal_paths(folder)) - earlier_paths)
         if len(paths) >= count:
             break
         time.sleep(_PAUSE_SECONDS)
     else:
         raise HarnessError(f"{len(paths)} of {count} signals of {domain} came")
-    train, held = split([load(path) for path in paths], _HELD_OUT)
+    train, held_out = split_signals([load_signal(path) for path in paths], _HELD_OUT)
     counts = [0] * (GAMMA + 1)
     for report in reports:
         for accepted, sequences in enumerate(report.accepted_counts):
             counts[accepted] += sequences
-        counts[0] -= sum(report.accepted_counts) - decoded_rows(report)
-    return DomainServed(tuple(train), tuple(held), tuple(counts))
+        counts[0] -= sum(report.accepted_counts) - count_decoded_rows(report)
+    return ServedDomain(tuple(train), tuple(held_out), tuple(counts))

@@ -10,16 +10,16 @@ from typing import Final
 import numpy as np
 
 from lab.harness.measured import Spread
-from lab.learning.engines_at_work import LabSetting
+from lab.learning.engines import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.tide import GAMMA, DomainServed, by_domain, collected
+from lab.learning.tide import GAMMA, ServedDomain, collect_signals, describe_domains
 from lab.papers.tide import cost_ratio, reproduce_tide
 from simulator import published
 from simulator.comparison.contestants import OFF
 from simulator.controller_policy import FINGERPRINT, ControllerPolicy
-from simulator.curves import Curves, geometric
+from simulator.curves import IndependentCurves, geometric_curve
 from simulator.engine import EngineOptions, RunResult, simulate
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.policy import Policy
 from simulator.published import TIDE_MODELS
 from simulator.surface import CostSurface, profile_sizes
@@ -37,7 +37,7 @@ _TURNS: Final = 2
 _OPTIONS: Final = EngineOptions(warm_factor=1.0)
 _ALWAYS: Final = "always on"
 _ADAPTIVE: Final = "adaptive"
-_WHOLE: Final = "all in turn"
+_ALL_DOMAINS: Final = "all in turn"
 
 
 def eq5(setting: LabSetting) -> Headline:
@@ -50,19 +50,19 @@ def eq5(setting: LabSetting) -> Headline:
     batches = _BATCHES[:2] if setting.quick else _BATCHES
     rows, errors = [], dict[int, float]()
     for batch in batches:
-        needed = _predicted(surface, batch)
-        found = Spread(
+        needed = _predict_length(surface, batch)
+        crossover = Spread(
             tuple(_crossover(setting, surface, batch, seed) for seed in range(setting.seeds))
         )
-        errors[batch] = needed / found.median - 1
+        errors[batch] = needed / crossover.median - 1
         rows.append(
             (
                 str(batch), f"{needed:.3f}",
-                found.text(3),
+                crossover.text(3),
                 f"{errors[batch]:+.1%}",
             )
         )  # fmt: skip
-    single = _predicted(surface, 1, 1) / _predicted(surface, 1)
+    single = _predict_length(surface, 1, 1) / _predict_length(surface, 1)
     end_to_end = [item.error for item in reproduce_tide().measured]
     return Headline(
         Paper.TIDE,
@@ -77,7 +77,7 @@ def eq5(setting: LabSetting) -> Headline:
         ("batch", "needed by Eq. 5", "crossover of pinned runs", "Eq. 5 is off by"),
         tuple(rows),
         Verdict.UNCHECKED,
-        f"{described_eq5(errors, end_to_end)} In the fit D_0 is measured at gamma = 3; measured at "
+        f"{describe_eq5(errors, end_to_end)} In the fit D_0 is measured at gamma = 3; measured at "
         "gamma = 1, where a draft's fixed part is not shared by three passes, the length that is "
         f"needed comes out {single - 1:.0%} higher.",
         {
@@ -90,7 +90,7 @@ def eq5(setting: LabSetting) -> Headline:
     )
 
 
-def described_eq5(fitted: Mapping[int, float], end_to_end: Sequence[float]) -> str:
+def describe_eq5(fitted: Mapping[int, float], end_to_end: Sequence[float]) -> str:
     """Says how far off Eq. 5 is where that can be seen.
 
     fitted: batch size -> needed length over the crossover, less 1, on the fit.  end_to_end:
@@ -112,9 +112,9 @@ def described_eq5(fitted: Mapping[int, float], end_to_end: Sequence[float]) -> s
 
 def domains(setting: LabSetting) -> Headline:
     """Serves four domains in turn: with the sidecar's decisions, always speculating, and never."""
-    served = [collected(setting, seed).domains for seed in range(setting.seeds)]
-    runs = [_turns(setting, domain, seed) for seed, domain in enumerate(served)]
-    titles = [*served[0], _WHOLE]
+    served = [collect_signals(setting, seed).domains for seed in range(setting.seeds)]
+    runs = [_play_turns(setting, domain, seed) for seed, domain in enumerate(served)]
+    titles = [*served[0], _ALL_DOMAINS]
     ratios = {
         title: {
             policy: Spread(tuple(run[_ADAPTIVE][index] / run[policy][index] for run in runs))
@@ -127,10 +127,10 @@ def domains(setting: LabSetting) -> Headline:
         for title in served[0]
     }
     rows = tuple(
-        (title, lengths.get(title, ""), *(one.text(3) for one in over.values()))
-        for title, over in ratios.items()
+        (title, lengths.get(title, ""), *(ratio.text(3) for ratio in policy_ratios.values()))
+        for title, policy_ratios in ratios.items()
     )
-    verdict, because = judged_domains(ratios)
+    verdict, because = judge_domains(ratios)
     needed = cost_ratio(TIDE_MODELS[_MODEL], _BATCH, GAMMA)
     return Headline(
         Paper.TIDE,
@@ -146,7 +146,7 @@ def domains(setting: LabSetting) -> Headline:
         rows,
         verdict,
         because,
-        {"served": by_domain(served)}
+        {"served": describe_domains(served)}
         | {
             policy: [[round(value, 1) for value in run[policy]] for run in runs]
             for policy in runs[0]
@@ -154,36 +154,40 @@ def domains(setting: LabSetting) -> Headline:
     )
 
 
-def judged_domains(ratios: Mapping[str, Mapping[str, Spread]]) -> tuple[Verdict, str]:
+def judge_domains(ratios: Mapping[str, Mapping[str, Spread]]) -> tuple[Verdict, str]:
     """Reproduces where adaptive is no slower than always on over all, and 2 % faster somewhere.
 
     In part where it is within 2 % over all.  ratios: title -> policy -> adaptive over it; the last
     one is over all.
     """
     *single, total = ratios.values()
-    whole = total[_ALWAYS].median
-    most = max(one[_ALWAYS].median for one in single)
-    said = (
-        f"Over all domains adaptive has {whole:.3f} times the tokens per second of always on, and "
+    total_ratio = total[_ALWAYS].median
+    largest_gain = max(domain_ratios[_ALWAYS].median for domain_ratios in single)
+    text = (
+        f"Over all domains adaptive has {total_ratio:.3f} times the tokens per second of always "
+        "on, and "
         f"{total[OFF].median:.3f} times those of off; against always on it gains most where "
-        f"acceptance is lowest ({most:.3f}). It pays for looking: it tries draft lengths that do "
+        f"acceptance is lowest ({largest_gain:.3f}). It pays for looking: it tries draft lengths "
+        "that do "
         "not pay, and needs some steps after each change."
     )
-    return Verdict.of(whole=whole >= 1 and most >= 1.02, part=whole >= 0.98), said
+    return Verdict.from_parts(
+        full=total_ratio >= 1 and largest_gain >= 1.02, part=total_ratio >= 0.98
+    ), text
 
 
 def _surface(name: str, gammas: Sequence[int] = (1, GAMMA)) -> CostSurface:
-    surface = published.surface(name, gammas)
-    return surface.only(surface.drafters[0].name)
+    surface = published.published_surface(name, gammas)
+    return surface.with_drafters(surface.drafters[0].name)
 
 
-def _predicted(surface: CostSurface, batch: int, profiled: int = GAMMA) -> float:
+def _predict_length(surface: CostSurface, batch: int, profiled: int = GAMMA) -> float:
     """Computes c(b) gamma + beta(b) on the fit, with T(n) and D_0 profiled as in the paper.
 
     profiled: the draft length at which D_0, a pass of the drafter at batch 1, is measured.
     """
-    wide = published.surface(_FITTED, (1, GAMMA), 4 * batch, extrapolate=True)
-    wide = wide.only(surface.drafters[0].name)
+    wide = published.published_surface(_FITTED, (1, GAMMA), 4 * batch, extrapolate=True)
+    wide = wide.with_drafters(surface.drafters[0].name)
 
     def seconds(gamma: int, size: int) -> float:
         arm = next(i for i, arm in enumerate(wide.arms) if arm.gamma == gamma)
@@ -198,7 +202,7 @@ def _crossover(setting: LabSetting, surface: CostSurface, batch: int, seed: int)
     """Pins both arms; returns the acceptance length at which they would be equally fast."""
     drafter = surface.drafters[0].name
     rng = np.random.default_rng([seed, batch])
-    pool = Curves("geometric", {drafter: geometric(_ALPHA)}).pool(rng, 64)
+    pool = IndependentCurves("geometric", {drafter: geometric_curve(_ALPHA)}).pool(rng, 64)
     tokens = (50 if setting.quick else 1000) * batch
     workload = ClosedLoop((WorkloadPhase("pinned", pool, batch, tokens),))
     runs = {
@@ -209,21 +213,21 @@ def _crossover(setting: LabSetting, surface: CostSurface, batch: int, seed: int)
     return length * runs[0].rate / runs[GAMMA].rate
 
 
-def _static(surface: CostSurface, gamma: int) -> Static:
+def _static(surface: CostSurface, gamma: int) -> StaticPolicy:
     index = next(i for i, arm in enumerate(surface.arms) if arm.gamma == gamma)
-    return Static(surface.arms, index)
+    return StaticPolicy(surface.arms, index)
 
 
-def _turns(
-    setting: LabSetting, served: Mapping[str, DomainServed], seed: int
+def _play_turns(
+    setting: LabSetting, served: Mapping[str, ServedDomain], seed: int
 ) -> dict[str, list[float]]:
     """Returns tokens per second of each policy, by domain and over all."""
     surface = _surface(_MODEL, (GAMMA,))
     drafter = surface.drafters[0].name
     rng = np.random.default_rng(seed)
     pools = {
-        domain: Curves(domain, {drafter: one.conditional}).pool(rng, 256)
-        for domain, one in served.items()
+        domain: IndependentCurves(domain, {drafter: served_domain.conditional}).pool(rng, 256)
+        for domain, served_domain in served.items()
     }
     tokens = _BATCH * (100 if setting.quick else 2000)
     phases = tuple(
@@ -231,7 +235,7 @@ def _turns(
         for _ in range(_TURNS)
         for domain in served
     )
-    profile = surface.profile(FINGERPRINT, profile_sizes(surface.max_batch_size))
+    profile = surface.make_profile(FINGERPRINT, profile_sizes(surface.max_batch_size))
     policies: dict[str, Callable[[], Policy]] = {
         _ADAPTIVE: lambda: ControllerPolicy(surface, profile, surface.max_batch_size),
         _ALWAYS: lambda: _static(surface, GAMMA),

@@ -14,14 +14,14 @@ from lab.learning.counted import (
     Answers,
     Drafter,
     acceptance,
-    answers_of,
     drafters,
     gain,
-    learning,
-    net,
+    generate_answers,
+    net_gain,
+    start_learning_engine,
     update_price,
 )
-from lab.learning.engines_at_work import LabSetting
+from lab.learning.engines import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 
 _WINDOW: Final = "SPECULATION_ONLINE_WINDOW"
@@ -59,34 +59,36 @@ def length(setting: LabSetting) -> Headline:
     """
     tokens = 160 if setting.quick else 1200
     width = tokens // _PARTS
-    bounds = [(_PROMPT + at * width, _PROMPT + (at + 1) * width) for at in range(_PARTS)]
+    bounds = [(_PROMPT + part * width, _PROMPT + (part + 1) * width) for part in range(_PARTS)]
     rows, grows, curves = [], {}, []
     facts: dict[str, Any] = {}
     compared = drafters(setting, SHORT_TRAINED)
     for drafter in compared:
-        with learning(setting, drafter, f"length-{drafter.name}", {}) as lab:
-            off = answers_of(lab, drafter, tokens, setting.seeds, learn=False)
-            on = answers_of(lab, drafter, tokens, setting.seeds, learn=True)
-        gains = [gain(on.steps, off.steps, *bound) for bound in bounds]
+        with start_learning_engine(setting, drafter, f"length-{drafter.name}", {}) as lab:
+            answers_off = generate_answers(lab, drafter, tokens, setting.seeds, learn=False)
+            answers_on = generate_answers(lab, drafter, tokens, setting.seeds, learn=True)
+        gains = [gain(answers_on.steps, answers_off.steps, *bound) for bound in bounds]
         grows[drafter.name] = gains[-1].median > gains[0].median + _NOISE and gains[-1].low > 1
-        for (first, last), found in zip(bounds, gains, strict=True):
-            alone, learnt = (_accepted(which, first, last) for which in (off, on))
-            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", alone.text()
-            rows.append((*row, learnt.text(), found.text()))
+        for (first, last), part_gain in zip(bounds, gains, strict=True):
+            off_spread, learning_spread = (
+                _acceptance_spread(answers, first, last) for answers in (answers_off, answers_on)
+            )
+            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", off_spread.text()
+            rows.append((*row, learning_spread.text(), part_gain.text()))
         ends = [float(last - _PROMPT) for _, last in bounds]
-        medians = [one.median for one in gains]
+        medians = [item.median for item in gains]
         curves.append(Curve(drafter.name, tuple(zip(ends, medians, strict=True))))
         facts[drafter.name] = {
-            "gain": [one.as_json() for one in gains],
-            "rounds": [len(answer) for answer in on.steps],
-            "updates": _updates(on),
-            "same tokens": off.tokens == on.tokens,
+            "gain": [item.as_json() for item in gains],
+            "rounds": [len(answer) for answer in answers_on.steps],
+            "updates": _updates(answers_on),
+            "same tokens": answers_off.tokens == answers_on.tokens,
         }
-    said = []
-    for name, so in grows.items():
-        first, *_, last = (one["median"] for one in facts[name]["gain"])
-        grown = "grows" if so else "does not grow"
-        said.append(
+    sentences = []
+    for name, is_growing in grows.items():
+        first, *_, last = (item["median"] for item in facts[name]["gain"])
+        grown = "grows" if is_growing else "does not grow"
+        sentences.append(
             f"With {name} the gain {grown}: {first:.2f} in the first quarter, {last:.2f} in the "
             "last."
         )
@@ -101,7 +103,7 @@ def length(setting: LabSetting) -> Headline:
         ("drafter", "output tokens", "tokens a verification, off", "with updates", "gain"),
         tuple(rows),
         _verdict(list(grows.values())),
-        " ".join([*said, _exact(facts)]),
+        " ".join([*sentences, _exact(facts)]),
         facts,
         tuple(curves),
         ("output tokens", "gain of tokens a verification"),
@@ -111,29 +113,40 @@ def length(setting: LabSetting) -> Headline:
 def steps(setting: LabSetting) -> Headline:
     """Compares numbers of optimiser steps a round.
 
-    The verdict is that of `judged_steps`: the claim is of what is accepted, so prices do not count.
+    The verdict is that of `judge_steps`: the claim is of what is accepted, so prices do not count.
     """
     tokens = 120 if setting.quick else 500
     counts = _OPTIMISER_STEPS[:2] if setting.quick else _OPTIMISER_STEPS
     rows = []
-    gained, priced = dict[str, dict[int, float]](), dict[str, dict[int, float]]()
+    gains_by_drafter, net_gains_by_drafter = (
+        dict[str, dict[int, float]](),
+        dict[str, dict[int, float]](),
+    )
     facts: dict[str, Any] = {}
     compared = drafters(setting)
     for drafter in compared:
         variables = {count: {"SPECULATION_ONLINE_STEPS": str(count)} for count in counts}
-        off, by = _by(setting, drafter, "steps", variables, tokens)
-        gains = {count: gain(found.steps, off.steps) for count, found in by.items()}
+        answers_off, answers_by_count = _answers_by_setting(
+            setting, drafter, "steps", variables, tokens
+        )
+        gains = {
+            count: gain(answers.steps, answers_off.steps)
+            for count, answers in answers_by_count.items()
+        }
         window = OnlineSettings().window
-        prices = {count: update_price(drafter.name, window, count) for count in by}
-        nets = {count: net(found.steps, off.steps, prices[count]) for count, found in by.items()}
-        gained[drafter.name] = {count: one.median for count, one in gains.items()}
-        priced[drafter.name] = nets
-        rows.append((drafter.name, "off", _accepted(off).text(), "1", "0", "1"))
-        for count, found in by.items():
-            cells = _accepted(found).text(), gains[count].text(), f"{prices[count]:.2f}"
+        prices = {count: update_price(drafter.name, window, count) for count in answers_by_count}
+        nets = {
+            count: net_gain(answers.steps, answers_off.steps, prices[count])
+            for count, answers in answers_by_count.items()
+        }
+        gains_by_drafter[drafter.name] = {count: spread.median for count, spread in gains.items()}
+        net_gains_by_drafter[drafter.name] = nets
+        rows.append((drafter.name, "off", _acceptance_spread(answers_off).text(), "1", "0", "1"))
+        for count, answers in answers_by_count.items():
+            cells = _acceptance_spread(answers).text(), gains[count].text(), f"{prices[count]:.2f}"
             rows.append((drafter.name, f"K = {count}", *cells, f"{nets[count]:.2f}"))
-        facts[drafter.name] = _facts(off, by, prices)
-    verdict, because = judged_steps(gained, priced)
+        facts[drafter.name] = _facts(answers_off, answers_by_count, prices)
+    verdict, because = judge_steps(gains_by_drafter, net_gains_by_drafter)
     return Headline(
         Paper.TTS,
         "One optimiser step a round is the best",
@@ -149,25 +162,32 @@ def steps(setting: LabSetting) -> Headline:
     )
 
 
-def judged_steps(
-    gained: Mapping[str, Mapping[int, float]], priced: Mapping[str, Mapping[int, float]]
+def judge_steps(
+    gains_by_drafter: Mapping[str, Mapping[int, float]],
+    net_gains_by_drafter: Mapping[str, Mapping[int, float]],
 ) -> tuple[Verdict, str]:
     """Reproduces if no K above 1 accepts more than K = 1 with any drafter; in part, with one.
 
-    gained, priced: drafter -> K -> median gain, without and with the price of the updates.
-    Differences up to the noise do not count.
+    gains_by_drafter, net_gains_by_drafter: drafter -> K -> median gain, without and with the price
+    of the updates. Differences up to the noise do not count.
     """
-    first = {name: max(by.values()) <= by[1] + _NOISE for name, by in gained.items()}
-    said = [
-        f"With {name} {'no K above 1 accepts' if so else 'more steps accept'} more than K = 1."
-        for name, so in first.items()
+    first = {
+        name: max(gains_by_count.values()) <= gains_by_count[1] + _NOISE
+        for name, gains_by_count in gains_by_drafter.items()
+    }
+    sentences = [
+        f"With {name} {'no K above 1 accepts' if is_best else 'more steps accept'} more than K = 1."
+        for name, is_best in first.items()
     ]
-    paid = all(max(by.values()) <= by[1] + _NOISE for by in priced.values())
-    said.append(
+    paid = all(
+        max(gains_by_count.values()) <= gains_by_count[1] + _NOISE
+        for gains_by_count in net_gains_by_drafter.values()
+    )
+    sentences.append(
         "With the price of the updates included, which the paper's claim is not about, K = 1 is "
         f"{'the best for' if paid else 'not the best for each of'} the drafters here."
     )
-    return _verdict(list(first.values())), " ".join(said)
+    return _verdict(list(first.values())), " ".join(sentences)
 
 
 def window(setting: LabSetting) -> Headline:
@@ -186,29 +206,40 @@ def window(setting: LabSetting) -> Headline:
     compared = drafters(setting)
     for drafter in compared:
         variables = {size: {_WINDOW: str(size)} for size in windows}
-        off, by = _by(setting, drafter, "window", variables, tokens)
+        answers_off, answers_by_size = _answers_by_setting(
+            setting, drafter, "window", variables, tokens
+        )
         parts = [
-            {size: gain(found.steps, off.steps, *bound) for size, found in by.items()}
+            {
+                size: gain(entry.steps, answers_off.steps, *bound)
+                for size, entry in answers_by_size.items()
+            }
             for bound in ((0, short), (long, tokens + _PROMPT))
         ]
         best += [
-            part[windows[-1]].median >= max(one.median for one in part.values()) - _NOISE
+            part[windows[-1]].median >= max(spread.median for spread in part.values()) - _NOISE
             for part in parts
         ]
         # No window holds more than the answer.
-        prices = {size: update_price(drafter.name, min(size, tokens)) for size in by}
-        for size, found in by.items():
-            nets[size].append(net(found.steps, off.steps, prices[size]))
-            cells = *(part[size].text() for part in parts), gain(found.steps, off.steps).text()
+        prices = {size: update_price(drafter.name, min(size, tokens)) for size in answers_by_size}
+        for size, entry in answers_by_size.items():
+            nets[size].append(net_gain(entry.steps, answers_off.steps, prices[size]))
+            cells = (
+                *(part[size].text() for part in parts),
+                gain(entry.steps, answers_off.steps).text(),
+            )
             priced = f"{prices[size]:.2f}", f"{nets[size][-1]:.2f}"
             rows.append((drafter.name, str(size), *cells, *priced))
-        points = tuple((float(size), gain(one.steps, off.steps).median) for size, one in by.items())
+        points = tuple(
+            (float(size), gain(spread.steps, answers_off.steps).median)
+            for size, spread in answers_by_size.items()
+        )
         curves.append(Curve(drafter.name, points))
-        facts[drafter.name] = _facts(off, by, prices)
-    means = {size: sum(found) / len(found) for size, found in nets.items()}
+        facts[drafter.name] = _facts(answers_off, answers_by_size, prices)
+    means = {size: sum(entry) / len(entry) for size, entry in nets.items()}
     facts["priced gain"] = {str(size): round(mean, 4) for size, mean in means.items()}
     highest = max(means, key=lambda size: means[size])
-    chosen = min(size for size, mean in means.items() if mean >= means[highest] - _NOISE)
+    smallest_window = min(size for size, mean in means.items() if mean >= means[highest] - _NOISE)
     return Headline(
         Paper.TTS,
         "The student drafts from the whole context",
@@ -228,7 +259,7 @@ def window(setting: LabSetting) -> Headline:
         f"The largest window accepts as much as any other in {sum(best)} of {len(best)} cells of "
         "drafter and context. "
         f"The window with the highest priced gain, mean of the drafters, has {highest} positions; "
-        f"the smallest one within {_NOISE} of it has {chosen}. "
+        f"the smallest one within {_NOISE} of it has {smallest_window}. "
         f"{_exact({name: facts[name] for name in facts if name != 'priced gain'})}",
         facts,
         tuple(curves),
@@ -236,7 +267,7 @@ def window(setting: LabSetting) -> Headline:
     )  # fmt: skip
 
 
-def _by(
+def _answers_by_setting(
     setting: LabSetting,
     drafter: Drafter,
     name: str,
@@ -244,29 +275,39 @@ def _by(
     tokens: int,
 ) -> tuple[Answers, dict[int, Answers]]:
     """Generates the same answers without updates and with each of these settings."""
-    off: Answers | None = None
-    by: dict[int, Answers] = {}
-    for value, found in variables.items():
-        with learning(setting, drafter, f"{name}-{drafter.name}-{value}", found) as lab:
-            off = off or answers_of(lab, drafter, tokens, setting.seeds, learn=False)
-            by[value] = answers_of(lab, drafter, tokens, setting.seeds, learn=True)
-    assert off is not None
-    return off, by
+    answers_off: Answers | None = None
+    answers_by_value: dict[int, Answers] = {}
+    for value, engine_variables in variables.items():
+        with start_learning_engine(
+            setting, drafter, f"{name}-{drafter.name}-{value}", engine_variables
+        ) as lab:
+            answers_off = answers_off or generate_answers(
+                lab, drafter, tokens, setting.seeds, learn=False
+            )
+            answers_by_value[value] = generate_answers(
+                lab, drafter, tokens, setting.seeds, learn=True
+            )
+    assert answers_off is not None
+    return answers_off, answers_by_value
 
 
-def _facts(off: Answers, by: Mapping[int, Answers], prices: Mapping[int, float]) -> dict[str, Any]:
+def _facts(
+    answers_off: Answers, answers_by_value: Mapping[int, Answers], prices: Mapping[int, float]
+) -> dict[str, Any]:
     return {
-        "off": _accepted(off).as_json(),
-        "same tokens": all(found.tokens == off.tokens for found in by.values()),
+        "off": _acceptance_spread(answers_off).as_json(),
+        "same tokens": all(
+            answers.tokens == answers_off.tokens for answers in answers_by_value.values()
+        ),
         "by": {
             str(value): {
-                "tokens a verification": _accepted(found).as_json(),
-                "gain": gain(found.steps, off.steps).as_json(),
+                "tokens a verification": _acceptance_spread(answers).as_json(),
+                "gain": gain(answers.steps, answers_off.steps).as_json(),
                 "price": round(prices[value], 4),
-                "updates": _updates(found),
-                "gain by update": _by_update(found, off),
+                "updates": _updates(answers),
+                "gain by update": _gain_by_update(answers, answers_off),
             }
-            for value, found in by.items()
+            for value, answers in answers_by_value.items()
         },
     }
 
@@ -276,33 +317,38 @@ def _updates(answers: Answers) -> list[int]:
     return [sum(step.update > 0 for step in answer) for answer in answers.steps]
 
 
-def _by_update(found: Answers, off: Answers) -> list[list[float]]:
+def _gain_by_update(answers: Answers, answers_off: Answers) -> list[list[float]]:
     """Lists updates made and the mean gain of the next 20, over the mean without any."""
-    alone = sum(acceptance(one) for one in off.steps) / len(off.steps)
-    gained: dict[int, list[int]] = {}
-    for answer in found.steps:
-        made = 0
+    baseline_acceptance = sum(acceptance(entry) for entry in answers_off.steps) / len(
+        answers_off.steps
+    )
+    gains_by_update: dict[int, list[int]] = {}
+    for answer in answers.steps:
+        update_count = 0
         for step in answer:
-            made += step.update > 0
-            gained.setdefault(made // 20 * 20, []).append(step.gained)
-    return [[made, round(sum(one) / len(one) / alone, 3)] for made, one in sorted(gained.items())]
+            update_count += step.update > 0
+            gains_by_update.setdefault(update_count // 20 * 20, []).append(step.gained_tokens)
+    return [
+        [update_count, round(sum(entry) / len(entry) / baseline_acceptance, 3)]
+        for update_count, entry in sorted(gains_by_update.items())
+    ]
 
 
-def _accepted(answers: Answers, first: int = 0, last: int = 1 << 20) -> Spread:
-    return Spread(tuple(acceptance(one, first, last) for one in answers.steps))
+def _acceptance_spread(answers: Answers, first: int = 0, last: int = 1 << 20) -> Spread:
+    return Spread(tuple(acceptance(answer, first, last) for answer in answers.steps))
 
 
 def _names(compared: tuple[Drafter, ...]) -> str:
     return " ".join(
-        f"{one.name}: `{one.folder.parent.name}/{one.folder.name}` on {one.domain}."
-        for one in compared
+        f"{drafter.name}: `{drafter.folder.parent.name}/{drafter.folder.name}` on {drafter.domain}."
+        for drafter in compared
     )
 
 
 def _exact(facts: Mapping[str, Any]) -> str:
-    exact = all(one["same tokens"] for one in facts.values())
+    exact = all(drafter_facts["same tokens"] for drafter_facts in facts.values())
     return f"Tokens with and without updates are {'the same' if exact else 'NOT the same'}."
 
 
-def _verdict(held: list[bool]) -> Verdict:
-    return Verdict.of(whole=all(held), part=any(held))
+def _verdict(holds: list[bool]) -> Verdict:
+    return Verdict.from_parts(full=all(holds), part=any(holds))

@@ -38,7 +38,7 @@ def survival(steps: NDArray[np.uint8]) -> list[float]:
     return [round(float(np.mean(steps >= k)), 3) for k in range(1, DRAFTS + 1)]
 
 
-def replayed(accepted: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def replay_request(accepted: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[steps] drafts that are accepted when a recorded request is decoded with 8 drafts a step.
 
     accepted: [positions], drafts that would be accepted if drafting started there.
@@ -50,32 +50,32 @@ def replayed(accepted: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.array(steps, dtype=np.uint8)
 
 
-def curves_of_file(path: Path) -> dict[tuple[str, str], list[float]]:
+def read_curves(path: Path) -> dict[tuple[str, str], list[float]]:
     """(drafter, which requests) -> survival curve.
 
     Which: all of them, and the tenths whose steps accept least and most drafts on average.  Raises
     InvalidInputError for what the reader refuses.
     """
     recorded = read_requests(path, "")
-    found: dict[tuple[str, str], list[float]] = {}
+    survival_curves: dict[tuple[str, str], list[float]] = {}
     for drafter in recorded[0].accepted:
         requests = sorted(
-            (replayed(request.accepted[drafter]) for request in recorded),
+            (replay_request(request.accepted[drafter]) for request in recorded),
             key=lambda steps: float(steps.mean()),
         )
         tenth = max(1, len(requests) // 10)
         parts = {"all": requests, "least": requests[:tenth], "most": requests[-tenth:]}
         for name, part in parts.items():
-            found[drafter, name] = survival(np.concatenate(part))
-    return found
+            survival_curves[drafter, name] = survival(np.concatenate(part))
+    return survival_curves
 
 
-def measured(prompts: Sequence[Sequence[int]], engine: Engine) -> list[float]:
+def measure_survival(prompts: Sequence[Sequence[int]], engine: Engine) -> list[float]:
     """The survival curve of an engine that drafts 8 tokens a step, from SGLang's own counts.
 
     Raises EngineFailedError when the engine refuses a request or reports no counts.
     """
-    stream = [StreamPhase.of_prompts("held out", len(prompts), prompts, _NEW_TOKENS)]
+    stream = [StreamPhase.from_prompts("held out", len(prompts), prompts, _NEW_TOKENS)]
     counts = np.zeros(DRAFTS + 1, dtype=np.int64)
     for answer in engine.play(stream, request_seconds=PATIENT_REQUEST_SECONDS).answers:
         if not answer.accepted_counts:
@@ -95,12 +95,12 @@ def _measure_own() -> None:
             engine.wait_ready(_READY_SECONDS)
             for domain in _DOMAINS:
                 prompts = held_out_prompts(domain, _PROMPTS, _PROMPT_TOKENS, _SEED)
-                _show("draft-code", f"on {domain}", measured(prompts, engine))
+                _show("draft-code", f"on {domain}", measure_survival(prompts, engine))
 
 
-def _show(drafter: str, which: str, curve: Sequence[float]) -> None:
+def _show(drafter: str, subset: str, curve: Sequence[float]) -> None:
     values = ", ".join(f"{value:.3f}" for value in curve)
-    typer.echo(f"{drafter:12} {which:8} {values}")
+    typer.echo(f"{drafter:12} {subset:8} {values}")
 
 
 def curves(
@@ -118,8 +118,8 @@ def curves(
     try:
         for file in files or []:
             typer.echo(file.name)
-            for (drafter, which), curve in curves_of_file(file).items():
-                _show(drafter, which, curve)
+            for (drafter, subset), curve in read_curves(file).items():
+                _show(drafter, subset, curve)
         if own:
             _measure_own()
     except (InvalidInputError, HarnessError) as error:

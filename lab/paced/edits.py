@@ -23,23 +23,23 @@ from lab.cpu_engine.pace.step_costs import LOOKUP, OWN, load_step_costs
 from lab.harness.engines import Workplace
 from lab.harness.load_generator import StreamPhase
 from lab.harness.measured import Spread, run_facts, write_result
-from lab.harness.processes import end_on_sigterm, preferred
+from lab.harness.processes import end_on_sigterm, raised_priority
 from lab.harness.terminal import Terminal
 from lab.paced.engines import OFF, STEERED
 from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
 from lab.paced.run import PacedHarness
-from lab.paced.traffic import Stream, drawn_request
+from lab.paced.traffic import Stream, make_request
 
 TABLE = "h100-llama3.1-8b"
 MODELS = Path(__file__).parents[1] / "cpu_engine" / "models" / "code-edits"
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)
 MIXTURE = f"{OWN}+{LOOKUP}"
 # The engine without a lookup, on which a single drafter does not pay for one.
-ALONE = f"{STEERED}-{OWN}"
+SINGLE_DRAFTER = f"{STEERED}-{OWN}"
 _SEED, _WARM_UP_SEED = 2211, 977
 _PROFILE_SECONDS = 20.0
 # Arms that ran less are left out of the table.
-_LEAST_SHOWN = 0.05
+_MIN_SHOWN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +71,23 @@ def build_stream(
     order: list[int] = []
     while len(order) < requests:
         order += rng.permutation(len(edits)).tolist()
-    drawn = [edits[index] for index in order[:requests]]
-    played = tuple(
-        drawn_request(edit.kind, number, len(edit.answer), edit.prompt)
-        for number, edit in enumerate(drawn)
+    selected_edits = [edits[index] for index in order[:requests]]
+    stream_requests = tuple(
+        make_request(edit.kind, number, len(edit.answer), edit.prompt)
+        for number, edit in enumerate(selected_edits)
     )
-    return Stream(name, seed, (StreamPhase(name, concurrency, played),))
+    return Stream(name, seed, (StreamPhase(name, concurrency, stream_requests),))
 
 
 @dataclass(frozen=True)
 class EditsOutcome:
     """Holds the plays of one run.
 
-    off: plain decoding.  singles: each fixed arm of a single drafter.  mixed: each fixed arm of the
-    mixture.  steered: one play a repeat.
+    plain_play: plain decoding.  singles: each fixed arm of a single drafter.  mixed: each fixed arm
+    of the mixture.  steered: one play a repeat.
     """
 
-    off: StreamPlay
+    plain_play: StreamPlay
     singles: Mapping[Arm, StreamPlay]
     mixed: Mapping[Arm, StreamPlay]
     steered: Sequence[StreamPlay]
@@ -96,14 +96,14 @@ class EditsOutcome:
     def best_arm(self) -> Arm | None:
         """The fastest arm of a single drafter, found by running all; None for plain decoding."""
         arm = max(self.singles, key=lambda arm: self.singles[arm].tokens_per_second)
-        faster = self.singles[arm].tokens_per_second > self.off.tokens_per_second
+        faster = self.singles[arm].tokens_per_second > self.plain_play.tokens_per_second
         return arm if faster else None
 
     @property
     def best(self) -> StreamPlay:
         """The play of the best single arm."""
         arm = self.best_arm
-        return self.off if arm is None else self.singles[arm]
+        return self.plain_play if arm is None else self.singles[arm]
 
     @property
     def gain(self) -> Spread:
@@ -117,9 +117,9 @@ class EditsOutcome:
         return (*self.singles.values(), *self.mixed.values(), *self.steered)
 
     @property
-    def differing(self) -> int:
+    def differing_answers(self) -> int:
         """Answers that differ from plain decoding's in any token."""
-        expected = tokens_by_request(self.off)
+        expected = tokens_by_request(self.plain_play)
         return sum(
             tokens != expected[request]
             for play in self.plays
@@ -127,29 +127,29 @@ class EditsOutcome:
         )
 
     @property
-    def compared(self) -> int:
+    def compared_answers(self) -> int:
         """Answers that were compared."""
-        return sum(len(play.played.answers) for play in self.plays)
+        return sum(len(play.client_play.answers) for play in self.plays)
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as it stands in a result file."""
         return {
-            "off": _play(self.off),
-            "singles": {name_of(arm): _play(play) for arm, play in self.singles.items()},
-            "mixed": {name_of(arm): _play(play) for arm, play in self.mixed.items()},
+            "off": _play(self.plain_play),
+            "singles": {arm_name(arm): _play(play) for arm, play in self.singles.items()},
+            "mixed": {arm_name(arm): _play(play) for arm, play in self.mixed.items()},
             "steered": [_play(play) for play in self.steered],
-            "best": "off" if self.best_arm is None else name_of(self.best_arm),
+            "best": "off" if self.best_arm is None else arm_name(self.best_arm),
             "gain": self.gain.as_json(),
-            "answers": {"compared": self.compared, "differing": self.differing},
+            "answers": {"compared": self.compared_answers, "differing": self.differing_answers},
         }
 
 
 def tokens_by_request(play: StreamPlay) -> dict[str, tuple[int, ...]]:
     """The tokens of each answer, by the request's id."""
-    return {answer.request.rid: answer.tokens for answer in play.played.answers}
+    return {answer.request.rid: answer.tokens for answer in play.client_play.answers}
 
 
-def name_of(arm: Arm) -> str:
+def arm_name(arm: Arm) -> str:
     """Names an arm: its drafter and its draft length."""
     return f"{arm.drafter} {arm.gamma}"
 
@@ -157,11 +157,11 @@ def name_of(arm: Arm) -> str:
 def shares(play: StreamPlay) -> dict[str, float]:
     """Share of the decode steps by what drafted, the most frequent first."""
     steps = play.decode_steps
-    found = Counter(
+    counts = Counter(
         "off" if step.gamma == 0 else f"{step.drafter}{'+ngram' if step.mixed else ''} {step.gamma}"
         for step in steps
     )
-    return {name: count / len(steps) for name, count in found.most_common()}
+    return {name: count / len(steps) for name, count in counts.most_common()}
 
 
 def _play(play: StreamPlay) -> dict[str, Any]:
@@ -186,11 +186,11 @@ def label(source: str) -> str:
 def show(outcome: EditsOutcome, source: str, terminal: Terminal) -> None:
     """Prints the table and a summary."""
     best = outcome.best.tokens_per_second
-    rows = [("off", outcome.off)]
-    rows += [(name_of(arm), play) for arm, play in outcome.singles.items()]
-    rows += [(f"{name_of(arm)}, fixed", play) for arm, play in outcome.mixed.items()]
+    rows = [("off", outcome.plain_play)]
+    rows += [(arm_name(arm), play) for arm, play in outcome.singles.items()]
+    rows += [(f"{arm_name(arm)}, fixed", play) for arm, play in outcome.mixed.items()]
     rows += [("steered", play) for play in outcome.steered]
-    (phase,) = outcome.off.stream.phases
+    (phase,) = outcome.plain_play.stream.phases
     terminal.table(
         f"{len(phase.requests)} code edits, {phase.concurrency} at a time",
         ["", "tokens/s", "÷ best single", "tokens a step", "steps"],
@@ -199,24 +199,27 @@ def show(outcome: EditsOutcome, source: str, terminal: Terminal) -> None:
     gain = outcome.gain
     terminal.say(
         f"Steered over the best single arm "
-        f"({'off' if outcome.best_arm is None else name_of(outcome.best_arm)}): {gain.median:.3f} "
-        f"({gain.low:.3f}–{gain.high:.3f}). {outcome.compared - outcome.differing} of "
-        f"{outcome.compared} answers have plain decoding's tokens. {label(source)}"
+        f"({'off' if outcome.best_arm is None else arm_name(outcome.best_arm)}): {gain.median:.3f} "
+        f"({gain.low:.3f}–{gain.high:.3f}). {outcome.compared_answers - outcome.differing_answers} "
+        "of "
+        f"{outcome.compared_answers} answers have plain decoding's tokens. {label(source)}"
     )
 
 
 def _row(name: str, play: StreamPlay, best: float) -> list[str]:
-    ran = [f"{arm} {share:.0%}" for arm, share in shares(play).items() if share >= _LEAST_SHOWN]
+    arm_texts = [
+        f"{arm} {share:.0%}" for arm, share in shares(play).items() if share >= _MIN_SHOWN_SHARE
+    ]
     return [
         name,
         f"{play.tokens_per_second:.0f}",
         f"{play.tokens_per_second / best:.3f}",
         f"{play.acceptance_length:.2f}",
-        ", ".join(ran) if name == "steered" else "",
+        ", ".join(arm_texts) if name == "steered" else "",
     ]
 
 
-@preferred()
+@raised_priority()
 def run(options: EditsOptions, terminal: Terminal) -> EditsOutcome:
     """Runs everything and writes result.json.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
@@ -256,35 +259,39 @@ class _Edits(PacedHarness):
     def play(self, edits: tuple[EncodedEdit, ...]) -> EditsOutcome:
         """Plays everything, two engines at a time."""
         options = self._options
-        policies = (OFF, ALONE, STEERED)
+        policies = (OFF, SINGLE_DRAFTER, STEERED)
         stream = self._stream("edits", edits, options.requests, _SEED)
         warm_up = self._stream("warm-up", edits, options.requests, _WARM_UP_SEED)
         short = self._stream("short", edits, 2 * options.concurrency, _WARM_UP_SEED)
         self.start(policies, {STEERED: {"SPECULATION_LOOKUP": "1"}})
         self.find_dilation(policies, fixed=options.dilation is not None, stream=short)
         self.start_sidecar(policies)
-        off = self.play_paced(OFF, stream)
-        own = [Arm(OWN, gamma) for gamma in options.gammas]
+        plain_play = self.play_paced(OFF, stream)
+        own_arms = [Arm(OWN, gamma) for gamma in options.gammas]
         lookup = [Arm(LOOKUP, gamma) for gamma in options.gammas]
         singles: dict[Arm, StreamPlay] = {}
-        for pair in zip(own, lookup, strict=True):
+        for pair in zip(own_arms, lookup, strict=True):
             jobs = {
-                name_of(arm): partial(self._pinned, arm, stream, ALONE if arm in own else STEERED)
+                arm_name(arm): partial(
+                    self._play_pinned, arm, stream, SINGLE_DRAFTER if arm in own_arms else STEERED
+                )
                 for arm in pair
             }
             plays = self.play_all(jobs, " and ".join(jobs))
-            singles |= {arm: plays[name_of(arm)] for arm in pair}
+            singles |= {arm: plays[arm_name(arm)] for arm in pair}
         self.profile(STEERED, _PROFILE_SECONDS, sorted({1, 8, options.concurrency}))
-        mixed = self._mixed(singles, stream)
+        mixed = self._play_mixtures(singles, stream)
         self.play_all({STEERED: partial(self.play_paced, STEERED, warm_up)}, "warming up")
         steered = []
         for repeat in range(options.repeats):
             text = f"steered, {repeat + 1} of {options.repeats}"
             job = partial(self.play_paced, STEERED, stream)
             steered.append(self.play_all({STEERED: job}, text)[STEERED])
-        return EditsOutcome(off, singles, mixed, steered)
+        return EditsOutcome(plain_play, singles, mixed, steered)
 
-    def _mixed(self, singles: dict[Arm, StreamPlay], stream: Stream) -> dict[Arm, StreamPlay]:
+    def _play_mixtures(
+        self, singles: dict[Arm, StreamPlay], stream: Stream
+    ) -> dict[Arm, StreamPlay]:
         """Plays the mixture at the two draft lengths at which one of its drafters was best."""
         gammas = set()
         for drafter in (OWN, LOOKUP):
@@ -292,12 +299,12 @@ class _Edits(PacedHarness):
             gammas.add(max(rates, key=lambda arm: rates[arm]).gamma)
         played = {}
         for arm in (Arm(MIXTURE, gamma) for gamma in sorted(gammas)):
-            name = name_of(arm)
-            play = partial(self._pinned, arm, stream, STEERED)
+            name = arm_name(arm)
+            play = partial(self._play_pinned, arm, stream, STEERED)
             played[arm] = self.play_all({name: play}, name)[name]
         return played
 
-    def _pinned(self, arm: Arm, stream: Stream, policy: str) -> StreamPlay:
+    def _play_pinned(self, arm: Arm, stream: Stream, policy: str) -> StreamPlay:
         with self.sidecar(policy).pinned(arm.gamma, arm.drafter):
             return self.play_paced(policy, stream)
 
@@ -331,7 +338,7 @@ def edits(
         output,
         1.0 if quick else LATE_SHARE_MAX,
     )
-    with terminal.failing("The edits failed"):
+    with terminal.exit_on_error("The edits failed"):
         run(options, terminal)
     terminal.say(f"\n{output / 'result.json'}  {output / 'logs'}/")
 

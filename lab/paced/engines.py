@@ -87,7 +87,7 @@ class Setting:
         return self.algorithm.lower()
 
 
-def static(gamma: int) -> str:
+def static_policy(gamma: int) -> str:
     """Names SGLang's own speculation with a fixed draft length, without the plugin."""
     return f"{_STATIC}{gamma}"
 
@@ -152,10 +152,13 @@ def steering(policy: str, gammas: Sequence[int], place: Workplace) -> dict[str, 
 
 
 def launch(
-    policy: str, setting: Setting, place: Workplace, more: Mapping[str, str] | None = None
+    policy: str,
+    setting: Setting,
+    place: Workplace,
+    extra_variables: Mapping[str, str] | None = None,
 ) -> Engine:
-    """Starts an engine and does not wait for it.  more: further variables."""
-    variables = environment(policy, setting, place) | dict(more or {})
+    """Starts an engine and does not wait for it.  extra_variables: further variables."""
+    variables = environment(policy, setting, place) | dict(extra_variables or {})
 
     def make(port: int) -> Sequence[str]:
         return command(policy, setting, port)

@@ -26,20 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.engine_spec import Arm
-from controller.recording.recording import RecordingPart, find
+from controller.recording.recording import SegmentReader, find_recording
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
 from lab.cpu_engine.pace.step_log import LoggedStep
-from lab.harness.sidecar import row_for
+from lab.harness.sidecar import find_row
 from lab.paced.engines import PREFILL_CHUNK_TOKENS
 from lab.paced.traffic import Stream, as_workload
 from simulator.comparison.contestants import static_names
 from simulator.comparison.oracle import SegmentSchedule, best_by_segment
 from simulator.engine import EngineOptions, Prefill, RunResult, simulate
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from speculation.v1 import plan_pb2
 
 # An arm this near to the best one is a good one.
-_GOOD = 0.99
+_GOOD_SHARE = 0.99
 # Steps after a change within which a loss counts as waiting; later ones count as wrong estimates.
 _WAITING_STEPS_MAX = 100
 
@@ -70,20 +70,20 @@ class DecidedPlan:
 
     def arm(self, batch_size: int) -> tuple[str, int]:
         """The drafter and draft length that it gives to this batch size."""
-        row = row_for(self.plan, batch_size)
+        row = find_row(self.plan, batch_size)
         return row.drafter, row.gamma
 
 
 def decided_plans(folder: Path, engine_id: str) -> tuple[DecidedPlan, ...]:
     """The plans in the sidecar's recording of an engine, in order.  Raises RecordingError."""
-    found = []
-    for path in find(folder, engine_id).paths:
-        found += [
+    plans = []
+    for path in find_recording(folder, engine_id).paths:
+        plans += [
             DecidedPlan(moment.seconds, moment.plan)
-            for moment in RecordingPart(path).moments()
+            for moment in SegmentReader(path).events()
             if moment.kind != "parting" and moment.plan is not None
         ]
-    return tuple(sorted(found, key=lambda plan: plan.seconds))
+    return tuple(sorted(plans, key=lambda plan: plan.seconds))
 
 
 class StepValues:
@@ -94,28 +94,30 @@ class StepValues:
     ) -> None:
         self._costs = costs
         self.arms = costs.surface.arms
-        self._gained = {kind: self._expected(own) for kind, own in curves.items()}
+        self._expected_tokens = {
+            kind: self._expected_gains(drafter_curves) for kind, drafter_curves in curves.items()
+        }
 
-    def _expected(self, curves: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
+    def _expected_gains(self, curves: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
         """[arms] of tokens that a sequence of this class gains in a step."""
-        found = []
+        gains = []
         for arm in self.arms:
             curve = np.cumprod(np.array(curves.get(arm.drafter, ()), dtype=np.float64))
-            found.append(1.0 + float(curve[: arm.gamma].sum()))
-        return np.array(found)
+            gains.append(1.0 + float(curve[: arm.gamma].sum()))
+        return np.array(gains)
 
-    def of(self, step: LoggedStep) -> NDArray[np.float64]:
+    def rates(self, step: LoggedStep) -> NDArray[np.float64]:
         """[arms] tokens per second in a step's batch, context and mix of classes."""
         surface, size = self._costs.surface, step.batch_size
         plain = surface.seconds[:, min(size, surface.max_batch_size)]
         context = surface.kv_seconds * (step.kv_tokens - size * surface.kv_reference)
-        gained = np.zeros(len(self.arms))
+        expected_tokens = np.zeros(len(self.arms))
         for kind, count in step.kinds.items():
-            gained += count * self._gained.get(kind, np.ones(len(self.arms)))
-        values: NDArray[np.float64] = gained / np.maximum(plain + context, 0.1 * plain)
+            expected_tokens += count * self._expected_tokens.get(kind, np.ones(len(self.arms)))
+        values: NDArray[np.float64] = expected_tokens / np.maximum(plain + context, 0.1 * plain)
         return values
 
-    def ran(self, step: LoggedStep) -> int:
+    def executed_row(self, step: LoggedStep) -> int:
         """The row of the arm that the step ran."""
         drafter = step.drafter if step.gamma and step.drafter in (OWN, SECOND) else OWN
         return self.arms.index(Arm(drafter, step.gamma))
@@ -127,40 +129,42 @@ def lost_time(
     values: StepValues,
 ) -> LostTime:
     """Attributes the lost time of a play's decode steps to causes.  plans: of that engine."""
-    lost = dict.fromkeys((f.name for f in fields(LostTime)), 0.0)
+    lost_seconds = dict.fromkeys((f.name for f in fields(LostTime)), 0.0)
     newest = _newest(steps, plans)
     # The last arm that was good when it ran, and the number of steps since without a good one.
-    known, searching = -1, 0
+    known_good_arm, search_steps = -1, 0
     total = 0.0
     for step, plan in zip(steps, newest, strict=True):
         total += step.seconds
-        lost["switching"] += step.switch_seconds + step.catch_up_seconds
-        lost["shim"] += step.shim_seconds
-        worth = values.of(step)
-        ran, best = values.ran(step), float(worth.max())
-        share = float(worth[ran]) / best
-        own = step.seconds - step.switch_seconds - step.catch_up_seconds
-        wasted = own * (1.0 - share)
-        good = share >= _GOOD
+        lost_seconds["switching"] += step.switch_seconds + step.catch_up_seconds
+        lost_seconds["shim"] += step.shim_seconds
+        worth = values.rates(step)
+        executed_arm, best = values.executed_row(step), float(worth.max())
+        share = float(worth[executed_arm]) / best
+        decode_seconds = step.seconds - step.switch_seconds - step.catch_up_seconds
+        wasted = decode_seconds * (1.0 - share)
+        is_good = share >= _GOOD_SHARE
         if step.probe:
-            lost["probing"] += wasted
+            lost_seconds["probing"] += wasted
             continue
         late = plan is not None and plan.plan.epoch > step.epoch
         if not step.steered or (
             late and plan is not None and plan.arm(step.batch_size) != (step.drafter, step.gamma)
         ):
-            lost["link"] += wasted
-        elif good:
-            lost["estimates"] += wasted
-        elif known >= 0 and worth[known] >= _GOOD * best:
+            lost_seconds["link"] += wasted
+        elif is_good:
+            lost_seconds["estimates"] += wasted
+        elif known_good_arm >= 0 and worth[known_good_arm] >= _GOOD_SHARE * best:
             # What was good before still is.
-            lost["estimates"] += wasted
+            lost_seconds["estimates"] += wasted
         else:
-            searching += 1
-            lost["waiting" if searching <= _WAITING_STEPS_MAX else "estimates"] += wasted
-        if good:
-            known, searching = ran, 0
-    return LostTime(**{name: value / total for name, value in lost.items()} if total else {})
+            search_steps += 1
+            lost_seconds["waiting" if search_steps <= _WAITING_STEPS_MAX else "estimates"] += wasted
+        if is_good:
+            known_good_arm, search_steps = executed_arm, 0
+    return LostTime(
+        **{name: value / total for name, value in lost_seconds.items()} if total else {}
+    )
 
 
 def _newest(
@@ -175,7 +179,7 @@ def _newest(
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class PolicyRate:
     """Holds one policy's tokens per second: over the whole stream, and of each phase."""
 
     rate: float
@@ -189,9 +193,9 @@ class Oracle:
     arms: the oracle's, by phase.
     """
 
-    statics: Mapping[Arm, Computed]
+    statics: Mapping[Arm, PolicyRate]
     arms: tuple[Arm, ...]
-    oracle: Computed
+    oracle: PolicyRate
 
     @property
     def best_static(self) -> Arm:
@@ -204,7 +208,7 @@ class Oracle:
         return self.oracle.rate / self.statics[self.best_static].rate
 
 
-def compute(
+def compute_oracle(
     stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], costs: StepCosts
 ) -> Oracle:
     """Replays the stream with every static arm, then with the best arm of each phase."""
@@ -216,15 +220,15 @@ def compute(
     )  # fmt: skip
     indices = list(static_names(surface).values())
     runs = {
-        index: simulate(workload, surface, Static(surface.arms, index), options, stream.seed)
+        index: simulate(workload, surface, StaticPolicy(surface.arms, index), options, stream.seed)
         for index in indices
     }
     best = [indices[i] for i in best_by_segment(list(runs.values()))]
-    found = simulate(workload, surface, SegmentSchedule(best), options, stream.seed)
-    statics = {surface.arms[index]: _computed(run) for index, run in runs.items()}
-    return Oracle(statics, tuple(surface.arms[index] for index in best), _computed(found))
+    oracle_run = simulate(workload, surface, SegmentSchedule(best), options, stream.seed)
+    statics = {surface.arms[index]: _policy_rate(run) for index, run in runs.items()}
+    return Oracle(statics, tuple(surface.arms[index] for index in best), _policy_rate(oracle_run))
 
 
-def _computed(run: RunResult) -> Computed:
+def _policy_rate(run: RunResult) -> PolicyRate:
     pairs = zip(run.segment_tokens, run.segment_seconds, strict=True)
-    return Computed(run.rate, tuple(tokens / seconds for tokens, seconds in pairs))
+    return PolicyRate(run.rate, tuple(tokens / seconds for tokens, seconds in pairs))

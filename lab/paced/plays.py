@@ -24,13 +24,13 @@ class StreamPlay:
     policy: str
     stream: Stream
     dilation: float
-    played: Play
+    client_play: Play
     log: LogPart
 
     @property
     def seconds(self) -> float:
         """Seconds of the model's time, from the first request to the last answer."""
-        return self.played.seconds / self.dilation
+        return self.client_play.seconds / self.dilation
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,26 +54,28 @@ class StreamPlay:
         return sum(step.tokens for step in self.decode_steps) / max(sequences, 1)
 
     @cached_property
-    def edges(self) -> tuple[tuple[float, float], ...]:
+    def phase_bounds(self) -> tuple[tuple[float, float], ...]:
         """Begin and end of each phase, on the machine's clock."""
-        return tuple((phase.started, phase.started + phase.seconds) for phase in self.played.phases)
+        return tuple(
+            (phase.started, phase.started + phase.seconds) for phase in self.client_play.phases
+        )
 
-    def steps_of(self, phase: int) -> tuple[LoggedStep, ...]:
+    def phase_steps(self, phase: int) -> tuple[LoggedStep, ...]:
         """The decode steps that began in a phase, counted from 0."""
-        begin, end = self.edges[phase]
+        begin, end = self.phase_bounds[phase]
         return tuple(step for step in self.decode_steps if begin <= step.began < end)
 
     def phase_rate(self, phase: int) -> float:
         """Tokens/s of the model's time in a phase, the first tokens of requests included."""
-        begin, end = self.edges[phase]
+        begin, end = self.phase_bounds[phase]
         first = sum(begin <= request.first_token < end for request in self.log.requests)
-        tokens = sum(step.tokens for step in self.steps_of(phase)) + first
+        tokens = sum(step.tokens for step in self.phase_steps(phase)) + first
         return tokens / ((end - begin) / self.dilation)
 
     def choices(self, phase: int | None = None) -> dict[str, float]:
         """Share of decode steps at each drafter and draft length, the most frequent first."""
-        steps = self.decode_steps if phase is None else self.steps_of(phase)
-        counts = Counter(choice_of(step) for step in steps)
+        steps = self.decode_steps if phase is None else self.phase_steps(phase)
+        counts = Counter(step_choice(step) for step in steps)
         return {choice: count / len(steps) for choice, count in counts.most_common()}
 
     def token_milliseconds(self, percentile: float) -> float:
@@ -87,10 +89,10 @@ class StreamPlay:
 
     def latency_seconds(self, percentile: float) -> float:
         """A percentile over requests from sending to the whole answer, seconds of the model."""
-        values = [answer.seconds for answer in self.played.answers]
+        values = [answer.seconds for answer in self.client_play.answers]
         return float(np.percentile(values, percentile)) / self.dilation
 
 
-def choice_of(step: LoggedStep) -> str:
+def step_choice(step: LoggedStep) -> str:
     """Names what a decode step ran: "0", or the drafter and its draft length."""
     return f"{step.drafter} {step.gamma}" if step.gamma else "0"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
 from lab.harness.engines import Harness, Workplace, launch_sidecar, measure_profile, wait_serving
@@ -31,7 +31,7 @@ from lab.paced.traffic import Stream, warm_up_stream
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
 # Factor on the 95th percentile of a warm engine's work, for steering and a busier machine.
-_ROOM = 1.6
+_HEADROOM = 1.6
 # Two engines fit on two cores: each sleeps most of the time.
 _SIDE_BY_SIDE = 2
 # Time constants of the sidecar's decisions, in seconds of the model's time.
@@ -83,8 +83,8 @@ class StreamHarness(Harness):
         sizes = ",".join(map(str, batch_sizes))
         engine, sidecar = self._engines[policy], self._sidecars[policy]
         text = measure_profile(self._place, engine, sidecar, seconds, "--batch-sizes", sizes)
-        found: Mapping[str, Any] = json.loads(text)
-        return found
+        document: Mapping[str, Any] = json.loads(text)
+        return document
 
     def play_once(self, policy: str, stream: Stream) -> StreamPlay:
         """Plays a stream on an engine.
@@ -108,7 +108,7 @@ class StreamHarness(Harness):
         self._sidecar_child = self._stack.enter_context(
             launch_sidecar(self._place, environment=variables)
         )
-        self._sidecar_child.prefer()
+        self._sidecar_child.raise_priority()
         for policy in policies:
             handle = SidecarHandle(self._place.address, policy)
             self._sidecars[policy] = self._stack.enter_context(handle)
@@ -148,24 +148,30 @@ class PacedHarness(StreamHarness):
             self.setting = Setting(pace, trained, max_batch_size, trained=True)
 
     def start(
-        self, policies: Sequence[str], more: Mapping[str, Mapping[str, str]] | None = None
+        self,
+        policies: Sequence[str],
+        extra_variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """Starts engines side by side and waits until they serve; none is steered yet.
 
-        more: policy -> further variables.
+        extra_variables: policy -> further variables.
         """
-        own = more or {}
-        with self._terminal.working(f"engines: {', '.join(policies)}") as work:
-            started = [
-                self._keep(engines.launch(policy, self.setting, self._place, own.get(policy)))
+        variables_by_policy = extra_variables or {}
+        with self._terminal.show_progress(f"engines: {', '.join(policies)}") as work:
+            launched = [
+                self._register_engine(
+                    engines.launch(
+                        policy, self.setting, self._place, variables_by_policy.get(policy)
+                    )
+                )
                 for policy in policies
             ]
-            for engine in started:
-                engine.child.prefer()
-                began = time.monotonic()
+            for engine in launched:
+                engine.child.raise_priority()
+                start_time = time.monotonic()
 
-                def tick(policy: str = engine.policy, began: float = began) -> None:
-                    work.update(f"{policy}, {time.monotonic() - began:.0f} s")
+                def tick(policy: str = engine.policy, start_time: float = start_time) -> None:
+                    work.update(f"{policy}, {time.monotonic() - start_time:.0f} s")
 
                 engine.wait_ready(engines.READY_SECONDS, tick)
 
@@ -179,24 +185,26 @@ class PacedHarness(StreamHarness):
         """
         if stream is None:
             stream = warm_up_stream(self._kinds(), self.setting.max_batch_size)
-        with self._terminal.working("warming up, and finding the dilation") as work:
-            plays = self._side_by_side({p: partial(self.play_once, p, stream) for p in policies})
-            needed = max(_needed(found.log.steps) for found in plays.values())
+        with self._terminal.show_progress("warming up, and finding the dilation") as work:
+            plays = self._run_side_by_side(
+                {p: partial(self.play_once, p, stream) for p in policies}
+            )
+            needed = max(_needed_dilation(play.log.steps) for play in plays.values())
             if not fixed:
-                enough = [d for d in DILATIONS if d >= needed * _ROOM]
-                if not enough:
+                candidates = [d for d in DILATIONS if d >= needed * _HEADROOM]
+                if not candidates:
                     raise HarnessError(
                         f"this machine needs {needed:.1f} times a step's pace for its own work, "
                         f"more than a dilation of {DILATIONS[-1]:g} leaves; stop what else runs, "
                         "or name a --dilation"
                     )
-                self.dilation = enough[0]
+                self.dilation = candidates[0]
                 self._write_dilation()
             work.result = f"{self.dilation:g} (the engines' own work takes {needed:.1f})"
 
     def start_sidecar(self, policies: Sequence[str]) -> None:
         """Starts the sidecar, recording, and waits until it knows the steered engines."""
-        with self._terminal.working("sidecar: controller serve") as work:
+        with self._terminal.show_progress("sidecar: controller serve") as work:
             steered = list(filter(is_steered, policies))
             self._record_sidecar(steered, dilated_planner(self.dilation))
             for policy in steered:
@@ -208,8 +216,8 @@ class PacedHarness(StreamHarness):
         self, jobs: Mapping[str, Callable[[], StreamPlay]], text: str
     ) -> Mapping[str, StreamPlay]:
         """Runs plays, two at a time, each of another engine."""
-        with self._terminal.working(text) as work:
-            plays = self._side_by_side(jobs)
+        with self._terminal.show_progress(text) as work:
+            plays = self._run_side_by_side(jobs)
             work.result = ", ".join(f"{n} {p.tokens_per_second:.0f}" for n, p in plays.items())
         return plays
 
@@ -219,28 +227,30 @@ class PacedHarness(StreamHarness):
         A steered engine then knows the traffic from the first time, as it does in every further
         repeat.  Raises HarnessError when the second play was late too.
         """
-        found = self.play_once(policy, stream)
-        if found.late_share > self.late_share_max:
+        play = self.play_once(policy, stream)
+        if play.late_share > self.late_share_max:
             self._terminal.say(
-                f"{policy}: {found.late_share:.1%} of the passes were late; it is played again"
+                f"{policy}: {play.late_share:.1%} of the passes were late; it is played again"
             )
-            found = self.play_once(policy, stream)
-        if found.late_share > self.late_share_max:
+            play = self.play_once(policy, stream)
+        if play.late_share > self.late_share_max:
             raise HarnessError(
-                f"{policy}: {found.late_share:.1%} of the passes took the machine longer than "
+                f"{policy}: {play.late_share:.1%} of the passes took the machine longer than "
                 f"their pace allows at a dilation of {self.dilation:g}; stop what else runs, or "
                 f"name a larger --dilation"
             )
         if self._sidecar_child is not None:
             self._sidecar_child.check()
-        return found
+        return play
 
     def stop(self) -> None:
         """Asks all engines to end at once; the context waits for each."""
         for engine in self._engines.values():
             engine.child.terminate()
 
-    def _side_by_side(self, jobs: Mapping[str, Callable[[], StreamPlay]]) -> dict[str, StreamPlay]:
+    def _run_side_by_side(
+        self, jobs: Mapping[str, Callable[[], StreamPlay]]
+    ) -> dict[str, StreamPlay]:
         pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
         try:
             running = {name: pool.submit(job) for name, job in jobs.items()}
@@ -253,9 +263,9 @@ class PacedHarness(StreamHarness):
         return tuple(self.setting.pace.curves or ("",))
 
     def _write_dilation(self) -> None:
-        write_whole(self._dilation_file, f"{self.dilation:g}".encode())
+        write_atomically(self._dilation_file, f"{self.dilation:g}".encode())
 
 
-def _needed(steps: Sequence[LoggedStep]) -> float:
+def _needed_dilation(steps: Sequence[LoggedStep]) -> float:
     """Returns the machine's own work in a step over its imposed time, at the 95th percentile."""
     return float(np.percentile([step.used_seconds / step.seconds for step in steps], 95))

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 from lab.harness.load_generator import StreamPhase, StreamRequest
 from simulator import published
-from simulator.curves import conditional
+from simulator.curves import conditional_curve
 from simulator.errors import InvalidInputError
 from simulator.workload import ClosedLoop, RequestPool, WorkloadPhase
 
 _TRACE = "Llama-3.1-8B with EAGLE (arXiv 2601.11580), replayed with 8 drafts a step: "
 _FIRST_ID, _VOCABULARY = 16, 120
 _SIGMA = 0.4
-_LEAST_TOKENS = 16
-_NUMBERS = 100_000
+_MIN_TOKENS = 16
+_NUMBERS_PER_SEED = 100_000
 DAY_SEED = 1109
 UNSEEN_SEED = 4711
 _WARM_UP_SEED, _WARM_UP_TOKENS = 977, 48
@@ -78,7 +78,10 @@ CLASSES: Mapping[str, TrafficClass] = {
 
 def own_curves() -> dict[str, dict[str, Sequence[float]]]:
     """Class -> the engine's own drafter -> conditional acceptance a_1, a_2, ..."""
-    return {name: {"eagle3": conditional(found.survival)} for name, found in CLASSES.items()}
+    return {
+        name: {"eagle3": conditional_curve(traffic_class.survival)}
+        for name, traffic_class in CLASSES.items()
+    }
 
 
 def published_curves(table: str) -> dict[str, dict[str, Sequence[float]]]:
@@ -91,7 +94,7 @@ def published_curves(table: str) -> dict[str, dict[str, Sequence[float]]]:
     if not curves:
         raise InvalidInputError(table, 0, "no acceptance was published with it")
     names = {"mtp": "eagle3", "dflash": "dflash"}
-    return {"published": {names[name]: conditional(curve) for name, curve in curves.items()}}
+    return {"published": {names[name]: conditional_curve(curve) for name, curve in curves.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class PhasePlan:
     """Plans a phase.
 
     kinds: its classes, in equal shares.  concurrency: sequences at a time.  output_tokens,
-    prompt_tokens: means of lognormal lengths.
+    unread_prompt_tokens: means of lognormal lengths.
     """
 
     name: str
@@ -162,7 +165,7 @@ def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
     """Draws the requests, at least one a sequence; the same arguments give the same stream."""
     rng = np.random.default_rng([seed, 17])
     # A request's draws depend on its id: another seed has other numbers.
-    number = seed * _NUMBERS
+    number = seed * _NUMBERS_PER_SEED
     phases: list[StreamPhase] = []
     for plan in plans:
         count = max(plan.concurrency, plan.requests)
@@ -173,13 +176,13 @@ def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
         requests = []
         for kind, output, prompt in zip(kinds, outputs, prompts, strict=True):
             tokens = rng.integers(_FIRST_ID, _VOCABULARY, prompt)
-            requests.append(drawn_request(kind, number, int(output), tokens.tolist()))
+            requests.append(make_request(kind, number, int(output), tokens.tolist()))
             number += 1
         phases.append(StreamPhase(plan.name, plan.concurrency, tuple(requests)))
     return Stream(name, seed, tuple(phases))
 
 
-def drawn_request(kind: str, number: int, tokens: int, prompt: Sequence[int]) -> StreamRequest:
+def make_request(kind: str, number: int, tokens: int, prompt: Sequence[int]) -> StreamRequest:
     """Makes a request by whose id an engine draws its acceptance.  tokens: of the answer."""
     rid = str(RequestId(kind, number, tokens))
     return StreamRequest(number, kind, tuple(prompt), tokens, rid)
@@ -201,7 +204,7 @@ def as_workload(
 
     A request's first token comes from its prefill, so it decodes one token less.
     """
-    drawn = DrawnAcceptance(curves)
+    acceptance = DrawnAcceptance(curves)
     phases = []
     for phase in stream.phases:
         output = np.array([r.new_tokens - 1 for r in phase.requests], dtype=np.int64)
@@ -210,7 +213,7 @@ def as_workload(
         accepted: dict[str, NDArray[np.uint8]] = {
             drafter: np.concatenate(
                 [
-                    drawn.accepted(RequestId(r.domain, r.index, r.new_tokens), drafter)[:-1]
+                    acceptance.accepted(RequestId(r.domain, r.index, r.new_tokens), drafter)[:-1]
                     for r in phase.requests
                 ]
             )
@@ -223,5 +226,5 @@ def as_workload(
 
 
 def _lengths(rng: np.random.Generator, count: int, mean: int) -> NDArray[np.int64]:
-    drawn = rng.lognormal(np.log(mean) - _SIGMA * _SIGMA / 2, _SIGMA, count)
-    return np.maximum(_LEAST_TOKENS, np.rint(drawn)).astype(np.int64)
+    lengths = rng.lognormal(np.log(mean) - _SIGMA * _SIGMA / 2, _SIGMA, count)
+    return np.maximum(_MIN_TOKENS, np.rint(lengths)).astype(np.int64)

@@ -17,7 +17,7 @@ from lab.papers.memory import compare
 from lab.papers.reproductions import tables
 from lab.papers.tide import reproduce_tide
 from lab.papers.tts import reproduce_tts
-from simulator.gpu_allocation import Demand, Pool, evaluate
+from simulator.gpu_allocation import Demand, GpuPool, evaluate_allocation
 
 # TIDE's mixed pools (arXiv 2602.05145, section 5.5 and appendix A.4).  Of Figures 10 and 12 only
 # what the text states in numbers can be compared; the bars are drawn, not tabled.
@@ -41,7 +41,7 @@ class _StatedGain:
     relative: float
 
 
-_STATED = (
+_STATED_GAINS = (
     _StatedGain("H100", 8, "MI250", 4, 1.15, 1.08),  # Figure 10, ShareGPT
     _StatedGain("H100", 8, "MI250", 4, 1.30, 1.22),  # Figure 10, Science
     _StatedGain("H100", 4, "MI250", 1, 1.30, 1.26),  # Figure 12
@@ -50,7 +50,7 @@ _STATED = (
 
 
 @contextmanager
-def _refusals(command: str) -> Iterator[None]:
+def _exit_on_refusal(command: str) -> Iterator[None]:
     """Ends the command with one line for a file or an option that cannot be used."""
     try:
         yield
@@ -59,17 +59,17 @@ def _refusals(command: str) -> Iterator[None]:
         raise typer.Exit(Exit.USAGE) from error
 
 
-def _show(found: RenderableType) -> None:
+def _print(renderable: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    console.print(found)
+    console.print(renderable)
 
 
 @app.command()
 def tide() -> None:
     """Computes TIDE's Eq. 5 from its Table 5, and compares it with the speed-ups of its Table 4."""
-    _show(tables(reproduce_tide()))
+    _print(tables(reproduce_tide()))
 
 
 @app.command()
@@ -77,8 +77,8 @@ def drafters(
     grid: Annotated[Path | None, typer.Option(help="The published drafter grid, a file.")] = None,
 ) -> None:
     """Computes where MTP and DFlash cross over, by the roofline of the published pair."""
-    with _refusals("drafters"):
-        _show(tables(reproduce_drafters(grid)))
+    with _exit_on_refusal("drafters"):
+        _print(tables(reproduce_drafters(grid)))
 
 
 @app.command()
@@ -90,7 +90,7 @@ def tts(
     ] = None,
 ) -> None:
     """Plays the choice of the update stride on streams made of the paper's tables (six minutes)."""
-    _show(tables(reproduce_tts(range(seed, seed + seeds), processes)))
+    _print(tables(reproduce_tts(range(seed, seed + seeds), processes)))
 
 
 @app.command("pools")
@@ -98,15 +98,17 @@ def pools_command() -> None:
     """Computes mixed GPU pools whose gain TIDE's text states (section 5.5 and appendix A.4)."""
     print("TIDE (arXiv 2602.05145), section 5.5 and appendix A.4: relative inference throughput\n")
     print(f"{'gpus':34}{'speedup':>9}{'here':>8}{'paper':>8}")
-    for one in _STATED:
-        gpus = f"{one.high_cards} {one.high} serve, {one.low_cards} {one.low} train"
+    for gain in _STATED_GAINS:
+        gpus = f"{gain.high_cards} {gain.high} serve, {gain.low_cards} {gain.low} train"
         pools = [
-            Pool(one.high, one.high_cards, *_RATES[one.high]),
-            Pool(one.low, one.low_cards, *_RATES[one.low]),
+            GpuPool(gain.high, gain.high_cards, *_RATES[gain.high]),
+            GpuPool(gain.low, gain.low_cards, *_RATES[gain.low]),
         ]
         # Throughput over that of all GPUs serving without speculation.
-        here = evaluate(pools, Demand(one.speedup), (0, one.low_cards)).relative
-        print(f"{gpus:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
+        relative_throughput = evaluate_allocation(
+            pools, Demand(gain.speedup), (0, gain.low_cards)
+        ).relative_throughput
+        print(f"{gpus:34}{gain.speedup:9.2f}{relative_throughput:8.3f}{gain.relative:8.2f}")
 
 
 @app.command()
@@ -114,10 +116,10 @@ def memory(
     files: Annotated[list[Path], typer.Argument(help="SpecDecode-Bench files, JSON lines.")],
 ) -> None:
     """Fits the memory of the simulator's chains to recorded acceptance, and shows how close."""
-    with _refusals("memory"):
+    with _exit_on_refusal("memory"):
         for path in files:
-            fits, between, compared = compare(path)
-            print(f"{path.name}: correlation between drafters {between:.2f}")
+            fits, drafter_correlation, comparisons = compare(path)
+            print(f"{path.name}: correlation between drafters {drafter_correlation:.2f}")
             for f in fits:
                 print(
                     f"  {f.drafter}: level_spread {f.level_spread:.2f}, passage_spread "
@@ -125,7 +127,7 @@ def memory(
                     f"mean run {f.run:.1f} tokens, consistent {f.consistent:.1%}\n"
                     f"    survival {', '.join(f'{s:.3f}' for s in f.survival)}"
                 )
-            for c in compared:
+            for c in comparisons:
                 print(
                     f"  {c.drafter}, gamma {c.gamma}: {c.recorded:.2f} tokens a step recorded, "
                     f"{c.chain:.2f} with memory, {c.independent:.2f} without"
@@ -146,9 +148,9 @@ def rows_command(
     ] = 0,
 ) -> None:
     """Runs the controller with a mixture of EAGLE and a lookup on recorded requests."""
-    with _refusals("rows"):
+    with _exit_on_refusal("rows"):
         sizes = [int(size) for size in batch_sizes.split(",")]
-        _show(rows.table(rows.run_all(files, sizes, steps, seed, processes, longest)))
+        _print(rows.table(rows.run_all(files, sizes, steps, seed, processes, longest)))
 
 
 @app.command(name="row-rules")
@@ -159,8 +161,8 @@ def row_rules_command(
     ] = "1,32,64,128",
 ) -> None:
     """Compares rules that choose a drafter for each row, on recorded requests."""
-    with _refusals("row-rules"):
-        _show(rows.compare(files, [int(size) for size in batch_sizes.split(",")]))
+    with _exit_on_refusal("row-rules"):
+        _print(rows.compare(files, [int(size) for size in batch_sizes.split(",")]))
 
 
 if __name__ == "__main__":

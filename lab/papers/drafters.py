@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from controller.core.cost.roofline import Device, Overlap, device, step_seconds
+from controller.core.cost.roofline import Device, Overlap, device_from_data_sheet, step_seconds
 from simulator import published_qwen
 from simulator.errors import InvalidInputError
 
@@ -60,8 +60,8 @@ def read_grid(path: Path) -> Mapping[str, Floats]:
         raise InvalidInputError(path, 0, f"cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InvalidInputError(path, 0, f"{where}: {first['msg']}") from error
+        location = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InvalidInputError(path, 0, f"{location}: {first['msg']}") from error
     conc, names = published_qwen.CONCURRENCIES, published_qwen.DRAFTERS
     if tuple(grid.conc) != conc:
         raise InvalidInputError(path, 0, f"conc: {list(conc)} are needed, not {grid.conc[:16]}")
@@ -104,7 +104,7 @@ class EnvelopePoint:
         return self.best_gamma[self.drafter]
 
     @property
-    def kept(self) -> float | None:
+    def kept_share(self) -> float | None:
         """Share of the published best goodput that this choice would have had."""
         if self.published_goodput is None or self.published_best is None:
             return None
@@ -158,7 +158,7 @@ def reproduce_drafters(grid: Path | None = None) -> tuple[Envelope, ...]:
     """
     published = None if grid is None else read_grid(grid)
     ways = ((Overlap.STEP, False), (Overlap.KERNELS, False), (Overlap.STEP, True))
-    return tuple(_envelope(*way, published) for way in ways)
+    return tuple(_price_envelope(*way, published) for way in ways)
 
 
 def crossover(winners: tuple[str, ...]) -> tuple[int, int] | None:
@@ -175,37 +175,41 @@ def goodput(drafter: str, gpu: Device, overlap: Overlap) -> Floats:
     gammas = range(published_qwen.GAMMA_MAX[drafter] + 1)
     kv, shape = published_qwen.MEAN_CONTEXT * batch, published_qwen.DRAFTERS[drafter]
     seconds = step_seconds(published_qwen.TARGET, shape, gpu, batch, gammas, kv, overlap)
-    gained = np.array(
+    tokens_per_step = np.array(
         [[1.0 + published_qwen.expected_accepted(drafter, gamma)] for gamma in gammas]
     )
-    rate: Floats = batch * gained / seconds
+    rate: Floats = batch * tokens_per_step / seconds
     return rate
 
 
-def _envelope(
+def _price_envelope(
     overlap: Overlap, overheads: bool, published: Mapping[str, Floats] | None
 ) -> Envelope:
-    gpu = device("B200")
+    gpu = device_from_data_sheet("B200")
     if overheads:
         gpu = gpu.with_typical_overheads()
-    ours = {name: goodput(name, gpu, overlap) for name in published_qwen.DRAFTERS}
+    computed = {name: goodput(name, gpu, overlap) for name in published_qwen.DRAFTERS}
     points = []
     for j, concurrency in enumerate(published_qwen.CONCURRENCIES):
-        best = {name: int(table[:, j].argmax()) for name, table in ours.items()}
-        reached = {name: float(table[:, j].max()) for name, table in ours.items()}
-        drafter = max(reached, key=lambda name: reached[name])
+        best = {name: int(table[:, j].argmax()) for name, table in computed.items()}
+        best_goodput = {name: float(table[:, j].max()) for name, table in computed.items()}
+        drafter = max(best_goodput, key=lambda name: best_goodput[name])
         points.append(
             EnvelopePoint(
                 concurrency,
                 drafter,
                 best,
-                reached[drafter],
+                best_goodput[drafter],
                 float(published[drafter][best[drafter], j]) if published else None,
                 max(float(t[:, j].max()) for t in published.values()) if published else None,
             )
         )
     errors = None
     if published is not None:
-        off = np.concatenate([np.abs(ours[n] / published[n] - 1).ravel() for n in ours])
-        errors = GridErrors(float(np.median(off)), float(off.max()), off.size)
+        relative_errors = np.concatenate(
+            [np.abs(computed[n] / published[n] - 1).ravel() for n in computed]
+        )
+        errors = GridErrors(
+            float(np.median(relative_errors)), float(relative_errors.max()), relative_errors.size
+        )
     return Envelope(overlap, overheads, tuple(points), errors)

@@ -62,10 +62,10 @@ def _strides(report: StrideReport) -> Iterator[RenderableType]:
                 f"[bold]{value:.3f}[/]" if stride == run.best else f"{value:.3f}"
                 for stride, value in run.fixed.items()
             ]
-            chosen = sum(run.chosen) / len(run.chosen)
+            mean_chosen = sum(run.chosen_rates) / len(run.chosen_rates)
             ratio = sum(run.ratios) / len(run.ratios)
             table.add_row(
-                run.name, *cells, f"{chosen:.3f}", f"{ratio:.3f}", f"{min(run.ratios):.3f}"
+                run.name, *cells, f"{mean_chosen:.3f}", f"{ratio:.3f}", f"{min(run.ratios):.3f}"
             )
         table.add_section()
     yield table
@@ -142,8 +142,8 @@ def _envelope(envelope: Envelope) -> Table:
             for n in published_qwen.DRAFTERS
         ]
         cells.append(f"{point.goodput:,.0f}")
-        if point.published_goodput is not None and point.kept is not None:
-            cells += [f"{point.published_goodput:,.0f}", f"{point.kept:.1%}"]
+        if point.published_goodput is not None and point.kept_share is not None:
+            cells += [f"{point.published_goodput:,.0f}", f"{point.kept_share:.1%}"]
         table.add_row(*cells)
     return table
 
@@ -158,12 +158,12 @@ def _summary(envelope: Envelope) -> str:
         f"{gammas}; DFlash gives way to MTP between {_between(envelope.crossover)} "
         f"(published: {_between(crossover(published_qwen.BEST_DRAFTER))}).\n"
     )
-    kept = [point.kept for point in envelope.points if point.kept is not None]
-    if envelope.errors is not None and kept:
+    kept_shares = [point.kept_share for point in envelope.points if point.kept_share is not None]
+    if envelope.errors is not None and kept_shares:
         text += (
             f"Goodput over all {envelope.errors.cells} cells is off by "
             f"{envelope.errors.median:.1%} (median), {envelope.errors.largest:.1%} at most; of the "
-            f"published best, these choices keep {min(kept):.1%} at least.\n"
+            f"published best, these choices keep {min(kept_shares):.1%} at least.\n"
         )
     return text
 

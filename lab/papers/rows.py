@@ -29,16 +29,16 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
+from controller.core.acceptance.mixtures import MAX_MATCH_LENGTH, MIN_MATCH_LENGTH
 from controller.core.engine_spec import Arm
 from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest
-from simulator.comparison.contestants import controller, statics
+from simulator.comparison.contestants import make_controller, static_factories
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, RunResult, simulate
 from simulator.errors import InvalidInputError
 from simulator.process_pool import make_process_pool
 from simulator.scenarios.cost import SWITCH_SECONDS, CostSection, ProfileSection
-from simulator.scenarios.fields import Place
+from simulator.scenarios.fields import FieldLocations
 from simulator.scenarios.scenario_file import Scenario
 from simulator.sources import ClosedSource, PhaseSpec
 from simulator.surface import CostSurface
@@ -80,8 +80,9 @@ Step = Callable[[int, int, int, int], int]
 class RowRun:
     """Holds the result of one trace at one batch size: rates over that of the best single arm.
 
-    best: its name.  ours_later: in the second half of the tokens.  mixture: of its best static arm,
-    with rules learnt in hindsight.  share: of the controller's steps that ran the mixture.
+    best: its name.  controller_later_rate: in the second half of the tokens.  mixture: of its best
+    static arm, with rules learnt in hindsight.  share: of the controller's steps that ran the
+    mixture.
     """
 
     trace: str
@@ -89,15 +90,15 @@ class RowRun:
     steps: int
     best: str
     mixture: float
-    ours: float
-    ours_later: float
+    controller_rate: float
+    controller_later_rate: float
     share: float
 
 
 def surface(max_batch_size: int) -> CostSurface:
     """Makes the step costs, for batches of up to this size."""
     section = CostSection.model_validate(_COST)
-    return section.surface(max_batch_size, Path(), Place("lab.papers rows"))
+    return section.make_surface(max_batch_size, Path(), FieldLocations("lab.papers rows"))
 
 
 def in_pieces(trace: AcceptanceTrace, tokens: int = PIECE) -> AcceptanceTrace:
@@ -116,9 +117,9 @@ def _pieces(request: RecordedRequest, tokens: int) -> Iterator[RecordedRequest]:
         )
 
 
-def _shorter(trace: AcceptanceTrace, longest: int) -> AcceptanceTrace:
-    kept = tuple(r for r in trace.recorded if r.positions <= longest)
-    return replace(trace, recorded=kept)
+def _drop_longer(trace: AcceptanceTrace, longest: int) -> AcceptanceTrace:
+    recorded = tuple(r for r in trace.recorded if r.positions <= longest)
+    return replace(trace, recorded=recorded)
 
 
 def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> RowRun:
@@ -126,54 +127,57 @@ def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> 
     costs = surface(max(batch_size, 64))
     acceptance = in_pieces(trace)
     probe = acceptance.pool(np.random.default_rng(0), len(acceptance.recorded))
-    gained = float(probe.tokens_per_step("eagle", [4])[0])
-    phase = PhaseSpec("rows", acceptance, batch_size, round(steps * batch_size * gained))
+    tokens_per_step = float(probe.tokens_per_step("eagle", [4])[0])
+    phase = PhaseSpec("rows", acceptance, batch_size, round(steps * batch_size * tokens_per_step))
     requests = 2 * len(acceptance.recorded)
     source = ClosedSource((phase,), None, None, requests)
     scenario = Scenario(
         "rows", "rows", "", costs, source,
-        ProfileSection().measured(costs, Place("lab.papers rows")), costs.max_batch_size,
+        ProfileSection().make_profile(costs, FieldLocations("lab.papers rows")),
+        costs.max_batch_size,
         shifting=False, options=EngineOptions(switch_seconds=SWITCH_SECONDS),
     )  # fmt: skip
     workload = source(seed)
     truth = Truth(workload, costs)
 
     kv = batch_size * float((probe.context_tokens + probe.output_tokens / 2).mean())
-    value = (1 + truth.of(workload.phases[0].pool).expected) / costs.step_seconds(batch_size, kv)
-    factories = statics(costs, truth.rules)
+    value = (1 + truth.replay_of(workload.phases[0].pool).expected) / costs.step_seconds(
+        batch_size, kv
+    )
+    factories = static_factories(costs, truth.rules)
     runs: dict[str, dict[str, RunResult]] = {}
-    for name in _promising(costs, value):
+    for name in _promising_arms(costs, value):
         drafter = name.rpartition("-")[0]
         runs.setdefault(drafter, {})[name] = simulate(
             workload, costs, factories[name](), scenario.options, seed
         )
-    ours = simulate(workload, costs, controller(scenario), scenario.options, seed)
-    mixed = runs.pop(f"static-{MIXTURE}")
+    controller_run = simulate(workload, costs, make_controller(scenario), scenario.options, seed)
+    mixture_runs = runs.pop(f"static-{MIXTURE}")
     single = {name: run for by_arm in runs.values() for name, run in by_arm.items()}
     best = max(single, key=lambda name: single[name].rate)
-    drafters = [costs.arms[arm].drafter for arm in ours.trace.arms]
+    drafters = [costs.arms[arm].drafter for arm in controller_run.trace.arms]
     return RowRun(
         trace.name,
         batch_size,
-        ours.steps,
+        controller_run.steps,
         best,
-        max(run.rate for run in mixed.values()) / single[best].rate,
-        ours.rate / single[best].rate,
-        _later(ours) / _later(single[best]),
-        drafters.count(MIXTURE) / ours.steps,
+        max(run.rate for run in mixture_runs.values()) / single[best].rate,
+        controller_run.rate / single[best].rate,
+        _second_half_rate(controller_run) / _second_half_rate(single[best]),
+        drafters.count(MIXTURE) / controller_run.steps,
     )
 
 
-def _promising(costs: CostSurface, value: np.ndarray) -> Iterator[str]:
+def _promising_arms(costs: CostSurface, value: np.ndarray) -> Iterator[str]:
     """Names the best static arms of each drafter by a replay, and no drafting."""
     yield "off"
     for drafter in costs.drafters:
-        own = [Arm(drafter.name, gamma) for gamma in drafter.gammas if gamma]
-        own.sort(key=lambda arm: -value[costs.arms.index(arm)])
-        yield from (f"static-{arm.drafter}-{arm.gamma}" for arm in own[:_RUN_ARMS])
+        drafter_arms = [Arm(drafter.name, gamma) for gamma in drafter.gammas if gamma]
+        drafter_arms.sort(key=lambda arm: -value[costs.arms.index(arm)])
+        yield from (f"static-{arm.drafter}-{arm.gamma}" for arm in drafter_arms[:_RUN_ARMS])
 
 
-def _later(run: RunResult) -> float:
+def _second_half_rate(run: RunResult) -> float:
     """Tokens per second in the second half of a run's tokens."""
     tokens = np.cumsum(run.trace.tokens)
     half = int(np.searchsorted(tokens, tokens[-1] / 2))
@@ -196,7 +200,7 @@ def run_all(
     if len(files) > 1:
         traces.append(replace(AcceptanceTrace.load(files), name="all"))
     if longest:
-        traces = [_shorter(trace, longest) for trace in traces]
+        traces = [_drop_longer(trace, longest) for trace in traces]
     tasks = [(trace, size, steps, seed) for trace in traces for size in batch_sizes]
     with make_process_pool(processes) as pool:
         return list(pool.map(run_rows, *zip(*tasks, strict=True)))
@@ -204,17 +208,19 @@ def run_all(
 
 def table(runs: Sequence[RowRun]) -> Table:
     """Shows one row for each trace and batch size."""
-    found = Table(title="Rates over that of the best single static arm", title_justify="left")
+    result_table = Table(
+        title="Rates over that of the best single static arm", title_justify="left"
+    )
     for column in ("trace", "best single arm"):
-        found.add_column(column)
+        result_table.add_column(column)
     for column in ("B", "steps", "mixture, static", "controller", "second half", "mixture's steps"):
-        found.add_column(column, justify="right")
+        result_table.add_column(column, justify="right")
     for run in runs:
-        found.add_row(
+        result_table.add_row(
             run.trace, run.best, str(run.batch_size), str(run.steps), f"{run.mixture:.3f}",
-            f"{run.ours:.3f}", f"{run.ours_later:.3f}", f"{run.share:.0%}",
+            f"{run.controller_rate:.3f}", f"{run.controller_later_rate:.3f}", f"{run.share:.0%}",
         )  # fmt: skip
-    return found
+    return result_table
 
 
 @dataclass(slots=True)
@@ -225,15 +231,15 @@ class Means:
     lookup: list[list[float]]
 
     @classmethod
-    def fresh(cls) -> "Means":
+    def initial(cls) -> "Means":
         """Returns means that count as a few steps each."""
-        return cls([4.0, 4.0], [[0.5 * length, 4.0] for length in range(LONGEST_MATCH + 1)])
+        return cls([4.0, 4.0], [[0.5 * length, 4.0] for length in range(MAX_MATCH_LENGTH + 1)])
 
 
-def _seen(would: int, accepted: int, gamma: int, expected: float) -> float:
+def _credited_tokens(potential: int, accepted: int, gamma: int, expected: float) -> float:
     """Returns the tokens that a proposal is credited with in a step that accepted `accepted`."""
-    if would <= accepted or accepted + 1 >= gamma:
-        return would
+    if potential <= accepted or accepted + 1 >= gamma:
+        return potential
     return max(accepted + 1, expected)
 
 
@@ -243,7 +249,7 @@ def _average(_: Means) -> Step:
     def step(eagle: int, lookup: int, __: int, gamma: int) -> int:
         accepted = lookup if average[1] > average[0] else eagle
         for side, would in enumerate((eagle, lookup)):
-            value = _seen(would, accepted, gamma, average[side])
+            value = _credited_tokens(would, accepted, gamma, average[side])
             average[side] += _WEIGHT * (value - average[side])
         return accepted
 
@@ -254,14 +260,14 @@ def _table(means: Means, weight: float) -> Step:
     ratios = [1.0, 1.0]
 
     def step(eagle: int, lookup: int, match: int, gamma: int) -> int:
-        tables = (means.eagle, means.lookup[min(match, LONGEST_MATCH)])
+        tables = (means.eagle, means.lookup[min(match, MAX_MATCH_LENGTH)])
         expected = [total / count for total, count in tables]
-        finds = match >= LEAST_MATCH
+        finds = match >= MIN_MATCH_LENGTH
         accepted = eagle
         if finds and ratios[1] * expected[1] > ratios[0] * expected[0]:
             accepted = lookup
         for side, would in enumerate((eagle, lookup) if finds else (eagle,)):
-            value = _seen(would, accepted, gamma, ratios[side] * expected[side])
+            value = _credited_tokens(would, accepted, gamma, ratios[side] * expected[side])
             ratios[side] += weight * (value / max(expected[side], 1e-3) - ratios[side])
             tables[side][0] += value
             tables[side][1] += 1
@@ -280,18 +286,18 @@ RULES: Mapping[str, Callable[[Means], Step]] = {
 }
 
 
-def tokens_a_step(requests: Sequence[RecordedRequest], gamma: int, rule: str) -> float:
+def mean_tokens_per_step(requests: Sequence[RecordedRequest], gamma: int, rule: str) -> float:
     """Returns the mean tokens of a step when each request is replayed alone."""
-    means, tokens, steps = Means.fresh(), 0, 0
+    means, tokens, steps = Means.initial(), 0, 0
     for request in requests:
         eagle = np.minimum(request.accepted["eagle"], gamma).tolist()
         lookup = np.minimum(request.accepted["ngram"], gamma).tolist()
         assert request.matches is not None
         match = request.matches.tolist()
-        step, at = RULES[rule](means), 0
-        while at < request.positions:
-            gained = step(eagle[at], lookup[at], match[at], gamma) + 1
-            tokens, steps, at = tokens + gained, steps + 1, at + gained
+        step, position = RULES[rule](means), 0
+        while position < request.positions:
+            step_tokens = step(eagle[position], lookup[position], match[position], gamma) + 1
+            tokens, steps, position = tokens + step_tokens, steps + 1, position + step_tokens
     return tokens / steps
 
 
@@ -307,31 +313,31 @@ def compare(files: Sequence[Path], batch_sizes: Sequence[int]) -> Table:
 
     Raises InvalidInputError: files without `ngram`, `eagle` or the tokens that matches follow from.
     """
-    found = Table(title="Rates over that of the best single arm", title_justify="left")
-    found.add_column("trace")
+    result_table = Table(title="Rates over that of the best single arm", title_justify="left")
+    result_table.add_column("trace")
     for column in ("B", *RULES):
-        found.add_column(column, justify="right")
+        result_table.add_column(column, justify="right")
     for file in files:
         requests = AcceptanceTrace.load([file]).recorded
         for request in requests:
             if request.matches is None or not {"eagle", "ngram"} <= request.accepted.keys():
                 raise InvalidInputError(file, 0, "eagle, ngram and all tokens must be recorded")
-        gained = {
-            (rule, gamma): tokens_a_step(requests, gamma, rule)
+        tokens_by_rule = {
+            (rule, gamma): mean_tokens_per_step(requests, gamma, rule)
             for rule in RULES
             for gamma in GAMMAS
         }
         for batch_size in batch_sizes:
             rates = {
                 rule: max(
-                    gained[rule, gamma]
+                    tokens_by_rule[rule, gamma]
                     / step_milliseconds(batch_size, gamma, drafts=rule != "lookup")
                     for gamma in GAMMAS
                 )
                 for rule in RULES
             }
-            off = 1 / step_milliseconds(batch_size, 0, drafts=False)
-            best = max(rates["EAGLE"], rates["lookup"], off)
+            plain_rate = 1 / step_milliseconds(batch_size, 0, drafts=False)
+            best = max(rates["EAGLE"], rates["lookup"], plain_rate)
             cells = [f"{rate / best:.3f}" for rate in rates.values()]
-            found.add_row(file.stem, str(batch_size), *cells)
-    return found
+            result_table.add_row(file.stem, str(batch_size), *cells)
+    return result_table

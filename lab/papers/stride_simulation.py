@@ -39,7 +39,7 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.stride_planner import STRIDES
-from simulator.controller_policy import FINGERPRINT, VirtualTime
+from simulator.controller_policy import FINGERPRINT, VirtualClock
 
 # Draft tokens of the paper's DFlash.
 BLOCK = 15
@@ -47,7 +47,7 @@ _DRAFTER = "dflash"
 # A plain step of the target over one that drafts a block and verifies it, at a small batch.
 _PLAIN_SHARE = 0.85
 # Steps that an update runs beside.
-_BESIDE = 2
+_OVERLAP_STEPS = 2
 _SEQUENCE_ROUNDS = 2000
 _ANSWER_SHARE = 0.15
 # By how much the acceptance of one sequence differs from another's.
@@ -104,7 +104,9 @@ def streams_of_table_3() -> tuple[Stream, ...]:
     """Its eight benchmarks; a step's seconds are acceptance length over tokens/s."""
     streams = []
     for name, cells in TABLE_3.items():
-        seconds = _smooth({s: length / speed for s, (length, speed) in cells.items() if s})
+        seconds = _fit_step_seconds(
+            {s: length / speed for s, (length, speed) in cells.items() if s}
+        )
         lengths = {s: length for s, (length, _) in cells.items()}
         streams.append(Stream(f"3 {name}", lengths, seconds, _PLAIN_SHARE * seconds[0]))
     return tuple(streams)
@@ -112,14 +114,16 @@ def streams_of_table_3() -> tuple[Stream, ...]:
 
 def streams_of_table_7() -> tuple[Stream, ...]:
     """Its eight benchmarks, with the step times of Table 8 on a scale of 20 ms."""
-    seconds = _smooth({s: 0.02 * length / speed for s, (length, speed) in TABLE_8.items()})
+    seconds = _fit_step_seconds(
+        {s: 0.02 * length / speed for s, (length, speed) in TABLE_8.items()}
+    )
     return tuple(
         Stream(f"7 {name}", lengths, seconds, _PLAIN_SHARE * seconds[0])
         for name, lengths in TABLE_7.items()
     )
 
 
-def _smooth(seconds: Mapping[int, float]) -> dict[int, float]:
+def _fit_step_seconds(seconds: Mapping[int, float]) -> dict[int, float]:
     """Seconds a + b / S of every stride: an update costs b, and without any a step takes a.
 
     The quotients of the tables' figures scatter about it.  That of plain DFlash in Table 3 is left
@@ -129,7 +133,7 @@ def _smooth(seconds: Mapping[int, float]) -> dict[int, float]:
     return {s: float(base + slope / s) if s else float(base) for s in STRIDES}
 
 
-def aligned(stream: Stream) -> Stream:
+def aligned_stream(stream: Stream) -> Stream:
     """The same with a drafter that has nothing left to learn."""
     best = max(stream.lengths.values())
     return replace(
@@ -137,7 +141,7 @@ def aligned(stream: Stream) -> Stream:
     )
 
 
-def compute_bound(stream: Stream) -> Stream:
+def compute_bound_stream(stream: Stream) -> Stream:
     """The same at a batch at which verifying a block costs more than it can gain."""
     seconds = {s: 8 * t for s, t in stream.step_seconds.items()}
     return replace(
@@ -145,7 +149,7 @@ def compute_bound(stream: Stream) -> Stream:
     )  # fmt: skip
 
 
-def on_one_machine(streams: Sequence[Stream]) -> tuple[Stream, ...]:
+def average_step_times(streams: Sequence[Stream]) -> tuple[Stream, ...]:
     """The same with the step times of all of them averaged."""
     costs = {
         stride: float(np.mean([s.step_seconds[stride] for s in streams]))
@@ -161,18 +165,18 @@ def alpha_of(length: float) -> float:
     return float(np.interp(length, _LENGTHS, _ALPHAS))
 
 
-def interpolated(table: Mapping[int, float], stride: int) -> float:
+def interpolate(table: Mapping[int, float], stride: int) -> float:
     """A table's value at any stride, linear in 1 / S; beyond its last stride towards stride 0's."""
     if stride in table:
         return table[stride]
-    known = sorted(s for s in table if s)
-    points = [(0.0, table[0]), *((1 / s, table[s]) for s in reversed(known))]
+    strides = sorted(s for s in table if s)
+    points = [(0.0, table[0]), *((1 / s, table[s]) for s in reversed(strides))]
     rates, values = zip(*points, strict=True)
     return float(np.interp(1 / stride, rates, values))
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
+class StreamResult:
     """The expected tokens and the seconds of a stream.  rounds: by stride in force."""
 
     tokens: float
@@ -199,64 +203,66 @@ class _Step:
     update_seconds: float
 
 
-class _World:
+class _StreamState:
     """The state of a stream: what its next step accepts and how long it takes."""
 
     def __init__(self, stream: Stream, seed: int) -> None:
         self._stream = stream
         self._rng = np.random.default_rng([seed, *stream.name.encode()])
-        self._off = stream.lengths[0]
+        self._baseline_length = stream.lengths[0]
         self._settled = {
-            s: interpolated(stream.lengths, s) - self._off if s else 0.0 for s in STRIDES
+            s: interpolate(stream.lengths, s) - self._baseline_length if s else 0.0 for s in STRIDES
         }
-        self._lost = {s: stream.step_seconds[s] - stream.step_seconds[0] for s in STRIDES}
+        self._update_costs = {s: stream.step_seconds[s] - stream.step_seconds[0] for s in STRIDES}
         # The mean over a sequence (the table's value), relative to what a stride settles at.
         ratio = 1 / _ANSWER_SHARE
-        self._reached = 1 - (1 - math.exp(-ratio)) / ratio
-        self._round = self._since = self._beside = 0
-        self._state = self._shift = self._lost_now = 0.0
+        self._mean_over_settled = 1 - (1 - math.exp(-ratio)) / ratio
+        self._round = self._steps_since_update = self._overlap_steps = 0
+        self._state = self._shift = self._current_cost = 0.0
 
     @property
-    def begins(self) -> bool:
+    def begins_sequence(self) -> bool:
         """Whether the next step is a sequence's first."""
         return self._round % _SEQUENCE_ROUNDS == 0
 
     def step(self, stride: int, gamma: int) -> _Step:
         """The next one."""
         stream = self._stream
-        if self.begins:
+        if self.begins_sequence:
             # The drafter is reset, and the text is a new one.
-            self._state, self._beside = 0.0, 0
+            self._state, self._overlap_steps = 0.0, 0
             self._shift = float(self._rng.normal(0, _SEQUENCE_DEVIATION))
         self._round += 1
-        self._since += 1
-        if stride and self._since >= stride and not self._beside:
-            self._since, self._beside = 0, min(_BESIDE, stride)
-            self._lost_now = stride * self._lost[stride] / self._beside
-        updating, landed = self._beside > 0, self._beside == 1
-        self._beside -= updating
+        self._steps_since_update += 1
+        if stride and self._steps_since_update >= stride and not self._overlap_steps:
+            self._steps_since_update, self._overlap_steps = 0, min(_OVERLAP_STEPS, stride)
+            self._current_cost = stride * self._update_costs[stride] / self._overlap_steps
+        updating, has_landed = self._overlap_steps > 0, self._overlap_steps == 1
+        self._overlap_steps -= updating
         base = stream.step_seconds[0] if gamma else stream.plain_seconds
-        answer = self._settled[stride] / self._reached - self._state
+        answer = self._settled[stride] / self._mean_over_settled - self._state
         self._state += answer / (_ANSWER_SHARE * _SEQUENCE_ROUNDS)
-        alpha = min(max(alpha_of(self._off + self._state) + self._shift, 0.01), 0.99)
+        alpha = min(max(alpha_of(self._baseline_length + self._state) + self._shift, 0.01), 0.99)
         tokens = stream.batch_size * (1 - alpha ** (gamma + 1)) / (1 - alpha)
-        seconds = base + self._lost_now * updating
-        return _Step(alpha, tokens, seconds, updating, base * landed)
+        seconds = base + self._current_cost * updating
+        return _Step(alpha, tokens, seconds, updating, base * has_landed)
 
 
-def in_hindsight(streams: Sequence[Stream], stride: int, seed: int) -> tuple[Earned, ...]:
+def play_fixed_stride(
+    streams: Sequence[Stream], stride: int, seed: int
+) -> tuple[StreamResult, ...]:
     """A fixed stride, with the better of drafting and not drafting on each stream, known before."""
-    found = []
+    results = []
     for stream in streams:
         choices = []
         for gamma in (0, BLOCK):
-            world = _World(stream, seed)
+            world = _StreamState(stream, seed)
             steps = [world.step(stride, gamma) for _ in range(stream.rounds)]
             tokens = sum(step.expected_tokens for step in steps)
             seconds = sum(step.seconds for step in steps)
-            choices.append(Earned(tokens, seconds, {stride: stream.rounds}))
-        found.append(max(choices, key=lambda earned: earned.tokens_per_second))
-    return tuple(found)
+            choices.append(StreamResult(tokens, seconds, {stride: stream.rounds}))
+        results.append(max(choices, key=lambda earned: earned.tokens_per_second))
+    return tuple(results)
 
 
 def _profile(streams: Sequence[Stream], spec: EngineSpec) -> Profile:
@@ -286,20 +292,20 @@ def _spec(batch_size: int) -> EngineSpec:
     )  # fmt: skip
 
 
-def play(streams: Sequence[Stream], seed: int) -> tuple[Earned, ...]:
+def play(streams: Sequence[Stream], seed: int) -> tuple[StreamResult, ...]:
     """One stream after another on one machine, steered by the core."""
     spec = _spec(max(stream.batch_size for stream in streams))
-    rng, time = np.random.default_rng(seed), VirtualTime()
+    rng, time = np.random.default_rng(seed), VirtualClock()
     core = EngineController(spec, PlannerSettings(), _profile(streams, spec), time)
     plan = core.current_plan()
-    found: list[Earned] = []
+    results: list[StreamResult] = []
     number = probe_id = probe_left = 0
     for stream in streams:
-        world = _World(stream, seed)
+        world = _StreamState(stream, seed)
         tokens = seconds = 0.0
         rounds = dict.fromkeys(STRIDES, 0)
         for _ in range(stream.rounds):
-            row, begins = plan.row_for(stream.batch_size), world.begins
+            row, begins = plan.row_for(stream.batch_size), world.begins_sequence
             arm = row.arm
             if row.probe is not None:
                 if row.probe.probe_id != probe_id:
@@ -324,5 +330,5 @@ def play(streams: Sequence[Stream], seed: int) -> tuple[Earned, ...]:
                 )
             )  # fmt: skip
             plan = core.next_plan() or plan
-        found.append(Earned(tokens, seconds, rounds))
-    return tuple(found)
+        results.append(StreamResult(tokens, seconds, rounds))
+    return tuple(results)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from controller.core.training.stride_planner import STRIDES
 from lab.papers.stride_simulation import (
-    Earned,
     Stream,
-    aligned,
-    compute_bound,
-    in_hindsight,
-    on_one_machine,
+    StreamResult,
+    aligned_stream,
+    average_step_times,
+    compute_bound_stream,
     play,
+    play_fixed_stride,
     streams_of_table_3,
     streams_of_table_7,
 )
@@ -32,13 +32,14 @@ _MIX_SEQUENCES = 10
 class StrideRun:
     """A stream, or several one after the other, once for each seed.
 
-    fixed: stride -> tokens/s over those without updates, mean over seeds and streams.  chosen: the
-    same of the core, for each seed.  ratios: the core over the best fixed stride, for each seed.
+    fixed: stride -> tokens/s over those without updates, mean over seeds and streams.
+    chosen_rates: the same of the core, for each seed.  ratios: the core over the best fixed stride,
+    for each seed.
     """
 
     name: str
     fixed: Mapping[int, float]
-    chosen: tuple[float, ...]
+    chosen_rates: tuple[float, ...]
     ratios: tuple[float, ...]
 
     @property
@@ -58,55 +59,65 @@ class StrideReport:
 def streams() -> tuple[Stream, ...]:
     """All streams that are played alone."""
     large, small = streams_of_table_3(), streams_of_table_7()
-    easy = [aligned(table[i]) for table in (large, small) for i in (0, 4)]
-    return (*large, *small, *easy, compute_bound(large[0]), compute_bound(small[0]))
+    easy = [aligned_stream(table[i]) for table in (large, small) for i in (0, 4)]
+    return (*large, *small, *easy, compute_bound_stream(large[0]), compute_bound_stream(small[0]))
 
 
 def mixes() -> tuple[tuple[str, tuple[Stream, ...]], ...]:
     """Streams that follow one another on one machine, those that gain nothing among them."""
-    found = []
+    named_mixes = []
     for name, table in (("3", streams_of_table_3()), ("7", streams_of_table_7())):
-        on_one = on_one_machine(table)
-        order = [*on_one[:3], aligned(on_one[0]), *on_one[3:6], compute_bound(on_one[0])]
-        order += [*on_one[6:], aligned(on_one[4])]
+        averaged_streams = average_step_times(table)
+        order = [
+            *averaged_streams[:3],
+            aligned_stream(averaged_streams[0]),
+            *averaged_streams[3:6],
+            compute_bound_stream(averaged_streams[0]),
+        ]
+        order += [*averaged_streams[6:], aligned_stream(averaged_streams[4])]
         short = tuple(replace(s, sequences=min(s.sequences, _MIX_SEQUENCES)) for s in order)
-        found.append((f"{name}, one after the other", short))
-    return tuple(found)
+        named_mixes.append((f"{name}, one after the other", short))
+    return tuple(named_mixes)
 
 
 def reproduce_tts(seeds: Sequence[int], processes: int | None = None) -> StrideReport:
     """Plays all of it; takes minutes."""
-    alone = [(stream.name, (stream,)) for stream in streams()]
-    together = mixes()
-    tasks = [(group, seed) for _, group in (*alone, *together) for seed in seeds]
+    single_streams = [(stream.name, (stream,)) for stream in streams()]
+    mixed_streams = mixes()
+    tasks = [(group, seed) for _, group in (*single_streams, *mixed_streams) for seed in seeds]
     with make_process_pool(processes) as pool:
-        played = list(pool.map(_played, tasks))
+        played = list(pool.map(_play_group, tasks))
     runs = []
-    for i, (name, _) in enumerate((*alone, *together)):
-        mine = played[i * len(seeds) : (i + 1) * len(seeds)]
-        fixed = {s: sum(found[0][s] for found in mine) / len(mine) for s in STRIDES}
+    for i, (name, _) in enumerate((*single_streams, *mixed_streams)):
+        run_results = played[i * len(seeds) : (i + 1) * len(seeds)]
+        fixed = {s: sum(result[0][s] for result in run_results) / len(run_results) for s in STRIDES}
         runs.append(
             StrideRun(
                 name,
                 fixed,
-                tuple(chosen for _, chosen in mine),
-                tuple(chosen / max(strides.values()) for strides, chosen in mine),
+                tuple(chosen_rate for _, chosen_rate in run_results),
+                tuple(chosen_rate / max(strides.values()) for strides, chosen_rate in run_results),
             )
         )
-    return StrideReport(tuple(runs[: len(alone)]), tuple(runs[len(alone) :]))
+    return StrideReport(tuple(runs[: len(single_streams)]), tuple(runs[len(single_streams) :]))
 
 
-def _played(task: tuple[tuple[Stream, ...], int]) -> tuple[dict[int, float], float]:
+def _play_group(task: tuple[tuple[Stream, ...], int]) -> tuple[dict[int, float], float]:
     """Tokens/s over those without updates, mean over the streams: of each stride, and chosen."""
     group, seed = task
-    hindsight = {stride: in_hindsight(group, stride, seed) for stride in STRIDES}
-    off = hindsight[0]
+    hindsight = {stride: play_fixed_stride(group, stride, seed) for stride in STRIDES}
+    baseline = hindsight[0]
     return (
-        {stride: _over(earned, off) for stride, earned in hindsight.items()},
-        _over(play(group, seed), off),
+        {
+            stride: _mean_ratio(stride_results, baseline)
+            for stride, stride_results in hindsight.items()
+        },
+        _mean_ratio(play(group, seed), baseline),
     )
 
 
-def _over(earned: Sequence[Earned], off: Sequence[Earned]) -> float:
-    ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(earned, off, strict=True)]
+def _mean_ratio(results: Sequence[StreamResult], baseline: Sequence[StreamResult]) -> float:
+    ratios = [
+        a.tokens_per_second / b.tokens_per_second for a, b in zip(results, baseline, strict=True)
+    ]
     return sum(ratios) / len(ratios)

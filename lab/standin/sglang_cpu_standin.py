@@ -13,7 +13,7 @@ from typing import Any
 _WAIT_MILLISECONDS = 100
 
 
-def _wanted() -> bool:
+def _is_cpu_engine() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
@@ -33,7 +33,7 @@ def answer_amx() -> None:
         from emulated_cuda import patches
 
         patches.install_in_torch()
-    elif _wanted():
+    elif _is_cpu_engine():
         import torch
 
         vars(torch.cpu)["_is_amx_tile_supported"] = lambda: True
@@ -50,7 +50,7 @@ def prepare_sglang() -> None:
             # SGLang continues without a plugin that fails, here with half of a device.
             traceback.print_exc()
             raise SystemExit(f"the emulated GPU could not be put in place: {error}") from error
-    if not _wanted():
+    if not _is_cpu_engine():
         return
     accept_any_weight()
     from cpu_graphs import patches
@@ -72,7 +72,11 @@ def prepare_sglang() -> None:
 
 def pace() -> None:
     """Called by SGLang too: lets steps last as long as the table in LAB_PACE says."""
-    if _wanted() and os.environ.get("LAB_PACE") and "sglang.srt.managers.scheduler" in sys.modules:
+    if (
+        _is_cpu_engine()
+        and os.environ.get("LAB_PACE")
+        and "sglang.srt.managers.scheduler" in sys.modules
+    ):
         from lab.cpu_engine.pace.pacer import register
 
         register()
@@ -193,10 +197,10 @@ def verify_one_as_decoding() -> None:
     plan, extend = Backend.init_forward_metadata, Backend.forward_extend
 
     def init_forward_metadata(backend: Any, forward_batch: Any) -> None:
-        one = forward_batch.forward_mode.is_target_verify() and (
+        verifies_one_token = forward_batch.forward_mode.is_target_verify() and (
             forward_batch.spec_info.draft_token_num == 1
         )
-        if not one:
+        if not verifies_one_token:
             plan(backend, forward_batch)
             backend.draft_decode_metadata = None
             return
@@ -269,9 +273,9 @@ def roll_back_states() -> None:
     ) -> None:
         pairs = [(caches.temporal, caches.intermediate_ssm)]
         pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
-        for state, after in pairs:
-            copy(state, after, slots, steps, src_indices_raw)
+        for state, intermediate in pairs:
+            copy(state, intermediate, slots, steps, src_indices_raw)
             if track is not None:
-                copy(state, after, track, track_steps, src_indices_raw)
+                copy(state, intermediate, track, track_steps, src_indices_raw)
 
     vars(hybrid)["scatter_mamba_states_after_mtp_verify"] = scatter

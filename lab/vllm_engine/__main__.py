@@ -19,7 +19,7 @@ from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Workplace, launch_sidecar, wait_serving
 from lab.harness.sidecar import SidecarHandle
 from lab.vllm_engine.convert import convert_eagle3
-from lab.vllm_engine.environment import PYTHON, is_made, vllm_env
+from lab.vllm_engine.environment import PYTHON, has_environment, vllm_env
 
 STATIC = 3
 LONGEST = 7
@@ -31,13 +31,15 @@ PHASES = (("json", 1), ("json", 8), ("prose", 8), ("csv", 4), ("prose", 2)) * 2
 
 def main() -> int:
     """Returns the exit code: 1 if a token differs, 2 without vLLM."""
-    if not is_made():
+    if not has_environment():
         print("there is no .venv-vllm: make setup-vllm makes it")
         return 2
     with TemporaryDirectory(prefix="vllm-demo-") as scratch:
-        found = _play(Path(scratch))
-    _print(found)
-    exact = all(each["tokens"] == found["off"]["tokens"] for each in found.values())
+        results = _play(Path(scratch))
+    _print(results)
+    exact = all(
+        engine_result["tokens"] == results["off"]["tokens"] for engine_result in results.values()
+    )
     print("every token is plain decoding's" if exact else "TOKENS DIFFER")
     return 0 if exact else 1
 
@@ -46,16 +48,16 @@ def _play(scratch: Path) -> dict[str, dict[str, Any]]:
     draft = scratch / "draft"
     convert_eagle3(MODELS / "draft-mixed", draft)
     drafting = {"method": "eagle3", "model": str(draft)}
-    found = _run(scratch, "off", None, {})
-    found |= _run(scratch, "static", drafting | {"num_speculative_tokens": STATIC}, {})
+    results = _run(scratch, "off", None, {})
+    results |= _run(scratch, "static", drafting | {"num_speculative_tokens": STATIC}, {})
     place = Workplace(scratch, scratch)
     with ExitStack() as stack:
         handle = stack.enter_context(SidecarHandle(place.address, ENGINE_ID))
         wait_serving(stack.enter_context(launch_sidecar(place)), handle)
         variables = steered_by(place.address, ENGINE_ID)
         steered = drafting | {"num_speculative_tokens": LONGEST}
-        found |= _run(scratch, "steered", steered, variables)
-    return found
+        results |= _run(scratch, "steered", steered, variables)
+    return results
 
 
 def _run(
@@ -72,22 +74,22 @@ def _run(
         "phases": [warm_up, *map(_requests, range(len(PHASES)))],
         "output": str(scratch / f"{name}.json"),
     }
-    written = scratch / f"{name}-job.json"
-    written.write_text(json.dumps(job))
+    job_file = scratch / f"{name}-job.json"
+    job_file.write_text(json.dumps(job))
     log = scratch / f"{name}.log"
     with log.open("wb") as output:
         code = subprocess.run(
-            [str(PYTHON), "-m", "lab.vllm_engine.offline", str(written)],
+            [str(PYTHON), "-m", "lab.vllm_engine.offline", str(job_file)],
             env=vllm_env() | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         ).returncode
     result = Path(job["output"])
-    found = json.loads(result.read_text()) if result.exists() else {}
-    if code or "error" in found.get(name, {"error": ""}):
+    results = json.loads(result.read_text()) if result.exists() else {}
+    if code or "error" in results.get(name, {"error": ""}):
         sys.exit(f"{name}: vLLM failed\n{log.read_text(errors='replace')[-3000:]}")
-    return dict(found)
+    return dict(results)
 
 
 def _requests(phase: int) -> list[dict[str, Any]]:
@@ -98,16 +100,16 @@ def _requests(phase: int) -> list[dict[str, Any]]:
     ]
 
 
-def _print(found: dict[str, dict[str, Any]]) -> None:
+def _print(results: dict[str, dict[str, Any]]) -> None:
     names = {"off": "off", "static": f"static {STATIC}", "steered": "steered"}
     print("\ntokens a second      " + "".join(f"{name:>12}" for name in names.values()))
     for phase, (domain, size) in enumerate(PHASES):
-        each = [size * NEW_TOKENS / found[name]["seconds"][phase + 1] for name in names]
-        print(f"{domain:>6}, {size} at once   " + "".join(f"{rate:12.0f}" for rate in each))
+        rates = [size * NEW_TOKENS / results[name]["seconds"][phase + 1] for name in names]
+        print(f"{domain:>6}, {size} at once   " + "".join(f"{rate:12.0f}" for rate in rates))
     tokens = NEW_TOKENS * sum(size for _, size in PHASES)
-    whole = [tokens / sum(found[name]["seconds"][1:]) for name in names]
-    print("           all       " + "".join(f"{rate:12.0f}" for rate in whole))
-    status = found["steered"]["status"]
+    total_rates = [tokens / sum(results[name]["seconds"][1:]) for name in names]
+    print("           all       " + "".join(f"{rate:12.0f}" for rate in total_rates))
+    status = results["steered"]["status"]
     print(
         f"\nthe sidecar: {status['plans_taken']} plans taken, {status['reports_sent']} steps "
         f"reported, {status['reports_dropped']} dropped"

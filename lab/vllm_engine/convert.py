@@ -26,8 +26,8 @@ def convert_eagle3(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2))
     with safe_open(source / "model.safetensors", "pt") as weights:
         names = [name for name in weights.keys() if name not in _TABLES]  # noqa: SIM118
-        kept = {name: weights.get_tensor(name) for name in names}
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name: weights.get_tensor(name) for name in names}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # Names the virtual environment of another version of vLLM, which the tests and the demo then run.
 VENV_VARIABLE = "LAB_VLLM_VENV"
-_OTHER = os.environ.get(VENV_VARIABLE, "")
-VENV = Path(_OTHER).absolute() if _OTHER else ROOT / ".venv-vllm"
+_OTHER_VENV = os.environ.get(VENV_VARIABLE, "")
+VENV = Path(_OTHER_VENV).absolute() if _OTHER_VENV else ROOT / ".venv-vllm"
 PYTHON = VENV / "bin" / "python"
 _STAMP = VENV / ".made-from"
 
@@ -33,9 +33,9 @@ _SETTINGS = {
 }
 
 
-def is_made() -> bool:
+def has_environment() -> bool:
     """Whether `make setup-vllm` has made the virtual environment, or LAB_VLLM_VENV names one."""
-    return _STAMP.exists() or (bool(_OTHER) and PYTHON.exists())
+    return _STAMP.exists() or (bool(_OTHER_VENV) and PYTHON.exists())
 
 
 def vllm_env(base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
 _PLAN_SECONDS = 60.0
 
 
-def set_overlap(wanted: bool) -> None:
+def set_overlap(enabled: bool) -> None:
     """Makes vLLM's CPU platform switch async scheduling on or off; by default it is off."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -45,7 +45,7 @@ def set_overlap(wanted: bool) -> None:
 
     def check_and_update_config(config: Any) -> None:
         original(config)
-        config.scheduler_config.async_scheduling = wanted
+        config.scheduler_config.async_scheduling = enabled
 
     CpuPlatform.lab_original = original
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
@@ -53,25 +53,25 @@ def set_overlap(wanted: bool) -> None:
 
 def wait_for_plan(steering: Any) -> None:
     """Waits until the sidecar's first plan has arrived."""
-    ends = time.monotonic() + _PLAN_SECONDS
-    while not steering.status()["plans_taken"] and time.monotonic() < ends:
+    deadline = time.monotonic() + _PLAN_SECONDS
+    while not steering.status()["plans_taken"] and time.monotonic() < deadline:
         steering.poll()
         time.sleep(0.02)
 
 
-def wait_for_reader(answered: Path, found: dict[str, Any]) -> None:
+def wait_for_reader(answer_file: Path, results: dict[str, Any]) -> None:
     """Writes a file, and waits until the caller has removed it."""
-    part = answered.with_suffix(".part")
-    part.write_text(json.dumps(found))
-    part.rename(answered)
-    while answered.exists():
+    part = answer_file.with_suffix(".part")
+    part.write_text(json.dumps(results))
+    part.rename(answer_file)
+    while answer_file.exists():
         time.sleep(0.02)
 
 
 def run(
-    engine: dict[str, Any], phases: list[list[dict[str, Any]]], answered: str
+    engine: dict[str, Any], phases: list[list[dict[str, Any]]], answer_path: str
 ) -> dict[str, Any]:
-    """Returns the answers of one engine, and what it counted.  answered: a path, or "" for none."""
+    """Returns one engine's answers and counters.  answer_path: a path, or "" for none."""
     from vllm import LLM
 
     set_overlap(engine.get("overlap", False))
@@ -84,10 +84,10 @@ def run(
         tokens: list[list[int]] = []
         seconds: list[float] = []
         for requests in phases:
-            began = time.monotonic()
+            start_time = time.monotonic()
             tokens += answer(llm, requests)
-            seconds.append(time.monotonic() - began)
-        found = {
+            seconds.append(time.monotonic() - start_time)
+        results = {
             "tokens": tokens,
             "seconds": seconds,
             "metrics": {
@@ -98,9 +98,9 @@ def run(
             "scheduler": type(scheduler).__name__,
             "status": None if steering is None else steering.status(),
         }
-        if answered:
-            wait_for_reader(Path(answered), found)
-        return found
+        if answer_path:
+            wait_for_reader(Path(answer_path), results)
+        return results
     finally:
         # Ends the scheduler, and with it the plugin's agent.
         llm.llm_engine.engine_core.shutdown()
@@ -130,7 +130,7 @@ def answer(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
         ],
         use_tqdm=False,
     )
-    return [list(each.outputs[0].token_ids) for each in answers]
+    return [list(request_output.outputs[0].token_ids) for request_output in answers]
 
 
 def main() -> None:
@@ -138,16 +138,16 @@ def main() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for engine in job["engines"]:
         try:
-            found[engine["name"]] = run(engine, job["phases"], job.get("answered", ""))
+            results[engine["name"]] = run(engine, job["phases"], job.get("answered", ""))
         except Exception as error:  # noqa: BLE001  # for the caller to judge
             traceback.print_exc()
-            found[engine["name"]] = {"error": f"{type(error).__name__}: {error}"}
+            results[engine["name"]] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
         cleanup_dist_env_and_memory()
-        Path(job["output"]).write_text(json.dumps(found))
+        Path(job["output"]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ print("RMSNorm of sglang-kernel", sgl_kernel.__version__, "on", torch.cuda.get_d
 
 def run(code: str) -> tuple[bool, float, str]:
     """Runs Python code in a process of its own; returns success, seconds and the last line."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "import torch\n" + code],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
-    return done.returncode == 0, time.monotonic() - began, last[0]
+    return done.returncode == 0, time.monotonic() - start_time, last[0]
 
 
 def main() -> int:
@@ -51,9 +51,9 @@ def main() -> int:
     with ThreadPoolExecutor(len(codes)) as pool:
         results = list(pool.map(run, codes))
     for code, (works, seconds, last) in zip(codes, results, strict=True):
-        shown = last if code is _TRIAL or not works else ""
+        message = last if code is _TRIAL or not works else ""
         verdict = "ok" if works else "FAILED"
-        print(f"{verdict} {seconds:5.1f} s  {code.strip().splitlines()[0][:90]}  {shown}")
+        print(f"{verdict} {seconds:5.1f} s  {code.strip().splitlines()[0][:90]}  {message}")
     return 0 if results[0][0] else 1
 
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_line, refuse, show_one
-from simulator.gpu_allocation import Demand, InvalidPoolError, Pool, allocate
+from controller.cli.output import Output, OutputOption, exit_with_error, print_line, print_result
+from simulator.gpu_allocation import Demand, GpuPool, InvalidPoolError, allocate
 
 
 def advise(
@@ -35,46 +35,52 @@ def advise(
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
     if not pool:
-        refuse(
+        exit_with_error(
             "advise",
             "name at least one kind of GPU: --pool NAME:CARDS:INFERENCE:TRAINING, "
             "for example --pool H100:8:6.76:2.44",
         )
     try:
-        pools = [_pool(text) for text in pool]
+        pools = [_parse_pool(text) for text in pool]
         demand = Demand(speedup, untrained, training, share)
-        found = allocate(pools, demand)
+        allocation = allocate(pools, demand)
     except InvalidPoolError as error:
-        refuse("advise", " ".join(str(error).splitlines()))
+        exit_with_error("advise", " ".join(str(error).splitlines()))
     rows = [
-        {"name": one.name, "train": count, "serve": one.gpus - count}
-        for one, count in zip(pools, found.trains, strict=True)
+        {"name": gpu_pool.name, "train": count, "serve": gpu_pool.gpus - count}
+        for gpu_pool, count in zip(pools, allocation.training_gpus, strict=True)
     ]
 
-    def tell() -> None:
+    def print_advice() -> None:
         for row in rows:
             print_line(f"{row['name']}: {row['train']} train, {row['serve']} serve")
         plain = untrained == 1
-        against = "no speculation" if plain else f"speculation at {untrained:g}x, untrained"
-        print_line(f"throughput: {found.relative:.3f} of all cards serving with {against}")
-        print_line(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
-        if not found.pays:
+        baseline = "no speculation" if plain else f"speculation at {untrained:g}x, untrained"
+        print_line(
+            f"throughput: {allocation.relative_throughput:.3f} of all cards serving with {baseline}"
+        )
+        print_line(
+            f"pays from a speedup of {allocation.break_even_speedup:.3f} on; {speedup:g} is "
+            "expected"
+        )
+        if not allocation.is_worthwhile:
             print_line("advice: let all cards serve, and do not train")
 
     values = {
-        "pools": rows, "throughput": found.relative, "break_even_speedup": found.break_even,
-        "expected_speedup": speedup, "pays": found.pays,
+        "pools": rows, "throughput": allocation.relative_throughput,
+        "break_even_speedup": allocation.break_even_speedup,
+        "expected_speedup": speedup, "pays": allocation.is_worthwhile,
     }  # fmt: skip
     names = [str(row["name"]) for row in rows if row["train"]]
-    show_one("TrainingAdvice", values, output, names, tell)
+    print_result("TrainingAdvice", values, output, names, print_advice)
 
 
-def _pool(text: str) -> Pool:
+def _parse_pool(text: str) -> GpuPool:
 
     parts = text.split(":")
     try:
         name, gpus, inference, training = parts
-        return Pool(name, int(gpus), float(inference), float(training))
+        return GpuPool(name, int(gpus), float(inference), float(training))
     except ValueError as error:
         raise InvalidPoolError(
             f"--pool {text!r}: NAME:CARDS:INFERENCE:TRAINING is needed"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_line, refuse, show_one
+from controller.cli.output import Output, OutputOption, exit_with_error, print_line, print_result
 from controller.core.errors import InvalidProfileError, SpeculationError
 from simulator.errors import InvalidInputError
 
@@ -32,29 +32,31 @@ def convert(
 
     Exit codes: 0 done, 2 anything else, with one line on standard error.
     """
-    from controller.util.files import write_whole
+    from controller.util.files import write_atomically
 
     try:
-        _require_free(target, force=force)
-        content, cells = _converted(source, target, like, drafter)
-        write_whole(target, content.encode())
+        _require_new_target(target, force=force)
+        content, cells = _convert_file(source, target, like, drafter)
+        write_atomically(target, content.encode())
     except OSError as error:
-        refuse("convert", " ".join(f"{target}: cannot be written: {error.strerror}".splitlines()))
+        exit_with_error(
+            "convert", " ".join(f"{target}: cannot be written: {error.strerror}".splitlines())
+        )
     except SpeculationError as error:
-        refuse("convert", " ".join(str(error).splitlines()))
-    show_one(
+        exit_with_error("convert", " ".join(str(error).splitlines()))
+    print_result(
         "ConvertedFile", {"path": target, "cells": cells}, output, [str(target)],
         lambda: print_line(f"{target}: {cells} cells"),
     )  # fmt: skip
 
 
-def _require_free(target: Path, *, force: bool) -> None:
+def _require_new_target(target: Path, *, force: bool) -> None:
 
     if target.exists() and not force:
         raise InvalidInputError(target, 0, "is there already; --force replaces it")
 
 
-def _converted(source: Path, target: Path, like: Path | None, drafter: str) -> tuple[str, int]:
+def _convert_file(source: Path, target: Path, like: Path | None, drafter: str) -> tuple[str, int]:
     """(text, number of cells)."""
     kinds = (source.suffix.lower(), target.suffix.lower())
     if kinds == (".json", ".csv") and like is None:
@@ -75,7 +77,7 @@ def _to_csv(source: Path, drafter: str) -> tuple[str, int]:
     from simulator.step_costs import profile_table, read_profile, write_step_costs
 
     profile = read_profile(source)
-    name = drafter or _only([d.name for d in profile.drafters], source)
+    name = drafter or _single_drafter([d.name for d in profile.drafters], source)
     table = profile_table(profile, name, source)
     return write_step_costs(table), table.seconds.size
 
@@ -88,15 +90,15 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
 
     from simulator.step_costs import read_profile, read_step_costs
 
-    model = read_profile(like)
-    name = drafter or _only([d.name for d in model.drafters], like)
-    identity = tuple(d for d in model.drafters if d.name == name)
+    template = read_profile(like)
+    name = drafter or _single_drafter([d.name for d in template.drafters], like)
+    identity = tuple(d for d in template.drafters if d.name == name)
     if not identity:
-        known = [d.name for d in model.drafters]
-        raise InvalidInputError(like, 0, f"there is no drafter {name!r}, only {known}")
+        drafter_names = [d.name for d in template.drafters]
+        raise InvalidInputError(like, 0, f"there is no drafter {name!r}, only {drafter_names}")
     try:
         profile = dataclasses.replace(
-            model,
+            template,
             drafters=identity,
             cells=read_step_costs(source).cells(name),
             measured_at="",
@@ -107,7 +109,7 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
     return profile.to_json(), len(profile.cells)
 
 
-def _only(names: list[str], source: Path) -> str:
+def _single_drafter(names: list[str], source: Path) -> str:
     """The drafter that is meant when none is named.  Raises InvalidInputError for several."""
     if len(names) == 1:
         return names[0]

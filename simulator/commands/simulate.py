@@ -8,11 +8,11 @@ import typer
 from controller.cli.output import (
     Output,
     OutputOption,
+    exit_with_error,
     print_lines,
+    print_result,
     print_table,
-    print_words,
-    refuse,
-    show_one,
+    print_wrapped,
 )
 from controller.core.errors import SpeculationError
 from simulator.errors import InvalidInputError
@@ -123,15 +123,17 @@ def simulate(
     Exit codes: 0 done, 2 bad input (one line on standard error).
     """
     from simulator.engine import EngineOptions, Prefill
-    from simulator.files import SimulationRequest
+    from simulator.user_scenarios import SimulationRequest
 
-    wanted = _wanted(policy, more)
+    selected = _selected_policies(policy, more)
     try:
         if dump_scenario:
-            _dump(dump_scenario)
+            _print_scenario_file(dump_scenario)
             return
         if suite == "cold-start":
-            _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes, output)
+            _run_cold_start_suite(
+                _parse_sizes(concurrency), range(seed, seed + (seeds or 3)), processes, output
+            )
             return
         if prefill not in {kind.value for kind in Prefill}:
             raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
@@ -139,27 +141,27 @@ def simulate(
             lag=lag, noise=noise, outlier_share=outliers, switch_seconds=switch_seconds,
             prefill=Prefill(prefill),
         )  # fmt: skip
-        given = SimulationRequest(
-            acceptance, tuple(cost or ()), arrivals, drafter, _sizes(concurrency), tokens,
+        request = SimulationRequest(
+            acceptance, tuple(cost or ()), arrivals, drafter, _parse_sizes(concurrency), tokens,
             max_batch, limit, speed, None if no_profile else profile_error, profile_noise,
             catch_up_seconds, catch_up_pass_seconds, kv_seconds, seeds or 3, options,
         )  # fmt: skip
-        scenarios = _scenarios(scenario or [], suite, given, seeds)
+        scenarios = _collect_scenarios(scenario or [], suite, request, seeds)
         _require_writable(json_file, html)
         if sustained:
             _require_bounds(scenarios)
-        report = _run(scenarios, seed, wanted, processes, sustained=sustained)
-        _show(report, json_file, html, output)
+        report = _run_scenarios(scenarios, seed, selected, processes, sustained=sustained)
+        _show_report(report, json_file, html, output)
     except SpeculationError as error:
-        refuse("simulate", " ".join(str(error).splitlines()))
+        exit_with_error("simulate", " ".join(str(error).splitlines()))
 
 
-def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | None:
-    named = [name for text in [*(policy or ()), *(more or ())] for name in text.split(",") if name]
-    return named or None
+def _selected_policies(policy: list[str] | None, more: list[str] | None) -> list[str] | None:
+    names = [name for text in [*(policy or ()), *(more or ())] for name in text.split(",") if name]
+    return names or None
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
@@ -167,43 +169,43 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _dump(name: str) -> None:
+def _print_scenario_file(name: str) -> None:
     from simulator.scenarios.scenario_file import scenario_text
 
     print_lines(scenario_text(name).removesuffix("\n"))
 
 
-def _scenarios(
-    paths: "Sequence[Path]", suite: str, given: "object", seeds: int | None
+def _collect_scenarios(
+    paths: "Sequence[Path]", suite: str, request: "object", seeds: int | None
 ) -> "list[Scenario]":
     from dataclasses import replace
 
-    from simulator import files
-    from simulator.scenarios.scenario_file import load_scenario, standard
+    from simulator import user_scenarios
+    from simulator.scenarios.scenario_file import load_scenario, standard_scenarios
 
-    assert isinstance(given, files.SimulationRequest)
-    if not (paths or suite or given.acceptance):
+    assert isinstance(request, user_scenarios.SimulationRequest)
+    if not (paths or suite or request.acceptance):
         fault = "is needed, or --scenario FILE.yaml, or --suite standard"
         raise InvalidInputError("--acceptance", 0, fault)
-    found = [load_scenario(path) for path in paths]
+    collected = [load_scenario(path) for path in paths]
     if suite:
         name, _, part = suite.partition("/")
         if name != "standard":
             fault = f"{name!r} is not a suite; there are 'standard' and 'cold-start'"
             raise InvalidInputError("--suite", 0, fault)
-        of_suite = standard(part)
-        if not of_suite:
+        suite_scenarios = standard_scenarios(part)
+        if not suite_scenarios:
             raise InvalidInputError("--suite", 0, f"no scenario's name has {part!r}")
-        found += of_suite
+        collected += suite_scenarios
     if seeds:
-        found = [replace(scenario, seeds=seeds) for scenario in found]
-    if given.acceptance:
-        found += files.scenarios(given)
-    names = [scenario.name for scenario in found]
+        collected = [replace(scenario, seeds=seeds) for scenario in collected]
+    if request.acceptance:
+        collected += user_scenarios.make_scenarios(request)
+    names = [scenario.name for scenario in collected]
     for name in names:
         if names.count(name) > 1:
             raise InvalidInputError("--scenario", 0, f"{name!r} is the name of two scenarios")
-    return found
+    return collected
 
 
 def _require_writable(*paths: Path | None) -> None:
@@ -221,10 +223,10 @@ def _require_bounds(scenarios: "Sequence[Scenario]") -> None:
         )
 
 
-def _run(
+def _run_scenarios(
     scenarios: "Sequence[Scenario]",
     seed: int,
-    wanted: list[str] | None,
+    selected: list[str] | None,
     processes: int | None,
     *,
     sustained: bool,
@@ -239,10 +241,10 @@ def _run(
     import controller
     from simulator.comparison.run import run_all
     from simulator.comparison.summary import summarise
-    from simulator.comparison.sustained import sustained as sustained_loads
+    from simulator.comparison.sustained import find_sustained_loads as sustained_loads
     from simulator.results import SimulationReport
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -252,9 +254,9 @@ def _run(
         def on_done(scenario: "Scenario") -> None:
             progress.update(task, advance=1, description=scenario.name[:40])
 
-        runs = run_all(scenarios, seed, wanted, processes=processes, on_done=on_done)
+        runs = run_all(scenarios, seed, selected, processes=processes, on_done=on_done)
     loads = [
-        tuple(sustained_loads(scenario, wanted, seed).values())
+        tuple(sustained_loads(scenario, selected, seed).values())
         if sustained and scenario.sustained_tpot_p99_seconds is not None
         else ()
         for scenario in scenarios
@@ -263,18 +265,18 @@ def _run(
         shlex.join(["controller", *sys.argv[1:]]),
         controller.__version__,
         seed,
-        time.monotonic() - began,
+        time.monotonic() - start_time,
         tuple(
-            summarise(scenario, found, wanted, load)
-            for scenario, found, load in zip(scenarios, runs, loads, strict=True)
+            summarise(scenario, seed_runs, selected, load)
+            for scenario, seed_runs, load in zip(scenarios, runs, loads, strict=True)
         ),
     )
 
 
-def _show(
+def _show_report(
     report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
 ) -> None:
-    from controller.util.files import write_whole
+    from controller.util.files import write_atomically
     from simulator.report.html import render_html
     from simulator.report.text import render_text
     from simulator.results import to_json, to_values
@@ -283,41 +285,48 @@ def _show(
     for path, text in ((json_file, to_json), (html, render_html)):
         if path is not None:
             try:
-                write_whole(path, text(report).encode())
+                write_atomically(path, text(report).encode())
             except OSError as error:
                 raise InvalidInputError(path, 0, f"cannot be written: {error.strerror}") from error
             written.append(str(path))
 
-    def tell() -> None:
+    def print_report() -> None:
         for part in render_text(report):
             if isinstance(part, str):
-                print_words(part)
+                print_wrapped(part)
             else:
                 print_table(part, wide=output is Output.WIDE)
         for path in written:
-            print_words(path)
+            print_wrapped(path)
 
     names = [scenario.name for scenario in report.scenarios]
-    show_one("Simulation", to_values(report), output, names, tell)
+    print_result("Simulation", to_values(report), output, names, print_report)
 
 
-def _cold_start(
+def _run_cold_start_suite(
     sizes: tuple[int, ...], seeds: range, processes: int | None, output: Output
 ) -> None:
-    from simulator.cold_start import cold_start_table, cold_start_text, cold_starts, run_cold_starts
+    from simulator.cold_start import (
+        cold_start_cases,
+        cold_start_table,
+        cold_start_text,
+        run_cold_starts,
+    )
 
-    runs = run_cold_starts(cold_starts(sizes) if sizes else cold_starts(), seeds, processes)
+    runs = run_cold_starts(
+        cold_start_cases(sizes) if sizes else cold_start_cases(), seeds, processes
+    )
 
-    def tell() -> None:
+    def print_runs() -> None:
         print_table(cold_start_table(runs), wide=output is Output.WIDE)
-        print_words(cold_start_text(runs))
+        print_wrapped(cold_start_text(runs))
 
     items = [
         {
-            "name": run.cell.name, "seed": run.seed, "best_over_off": run.gain,
-            "first_steps_over_off": run.off, "settled_over_best": run.settled,
+            "name": run.case.name, "seed": run.seed, "best_over_off": run.gain,
+            "first_steps_over_off": run.ratio_to_off, "settled_over_best": run.settled_ratio,
         }
         for run in runs
     ]  # fmt: skip
-    names = list(dict.fromkeys(run.cell.name for run in runs))
-    show_one("ColdStartList", {"items": items}, output, names, tell)
+    names = list(dict.fromkeys(run.case.name for run in runs))
+    print_result("ColdStartList", {"items": items}, output, names, print_runs)

@@ -21,7 +21,7 @@ from simulator.surface import CostSurface
 from simulator.workload import OpenLoop, Workload
 
 # A patient policy switches after it has lost this share of the switch's cost by staying.
-_PATIENCE = (0.3, 1.0)
+_PATIENCE_SHARES = (0.3, 1.0)
 
 
 class SegmentSchedule:
@@ -33,7 +33,7 @@ class SegmentSchedule:
         self._arms = [ArmChoice(arm, rules=rules) for arm in arm_by_segment]
         self._current = self._arms[0]
 
-    def enter(self, situation: Situation) -> None:
+    def set_situation(self, situation: Situation) -> None:
         """Selects the segment's arm; the last arm is used beyond the known segments."""
         self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
 
@@ -78,55 +78,55 @@ class BestArm:
     ) -> None:
         arms = surface.arms
         self._surface = surface
-        self._alone: NDArray[np.float64] = 1.0 + expected[0]
-        self._logs = np.log(1.0 + expected)
+        self._single_kind_tokens: NDArray[np.float64] = 1.0 + expected[0]
+        self._log_tokens = np.log(1.0 + expected)
         self._patience = patience
-        self._plain = np.array([arm.gamma == 0 for arm in arms])
-        self._warm = np.where(self._plain & (not asleep), options.warm_factor, 1.0)
-        barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
-        self._allowed = np.where(barred, 0.0, 1.0)
+        self._is_plain = np.array([arm.gamma == 0 for arm in arms])
+        self._warm_factors = np.where(self._is_plain & (not asleep), options.warm_factor, 1.0)
+        is_barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
+        self._allowed = np.where(is_barred, 0.0, 1.0)
         names = [spec.name for spec in surface.drafters]
-        self._drafter_of = np.array([names.index(arm.drafter) for arm in arms])
+        self._drafter_by_arm = np.array([names.index(arm.drafter) for arm in arms])
         self._switch_seconds = options.switch_seconds
         self._choices = [ArmChoice(i, asleep=asleep, rules=rules) for i in range(len(arms))]
-        self._lost = np.zeros(len(arms))
-        self._last = -1
+        self._saved_seconds = np.zeros(len(arms))
+        self._last_arm = -1
         self._situation: Situation | None = None
 
-    def enter(self, situation: Situation) -> None:
+    def set_situation(self, situation: Situation) -> None:
         """Receives the situation of the next step."""
         self._situation = situation
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the best arm, or the current one while a switch does not pay yet."""
-        there = self._situation
-        assert there is not None, "the engine shows a clairvoyant policy the situation first"
-        seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm
-        value = self._gained(there.running) * self._allowed / seconds
+        situation = self._situation
+        assert situation is not None, "the engine shows a clairvoyant policy the situation first"
+        seconds = self._surface.step_seconds(batch_size, situation.kv_tokens) * self._warm_factors
+        value = self._tokens_per_sequence(situation.running) * self._allowed / seconds
         best = int(value.argmax())
-        if self._patience and self._last >= 0:
-            best = self._patient(value, seconds, there.catch_up_seconds)
-        if best != self._last:
-            self._lost[:] = 0.0
-            self._last = best
+        if self._patience and self._last_arm >= 0:
+            best = self._choose_patiently(value, seconds, situation.catch_up_seconds)
+        if best != self._last_arm:
+            self._saved_seconds[:] = 0.0
+            self._last_arm = best
         return self._choices[best]
 
-    def _gained(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _tokens_per_sequence(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [arms] tokens per sequence in this step, the mean over the running kinds."""
         if len(running) == 1:
-            return self._alone
-        mean: NDArray[np.float64] = np.exp(running @ self._logs / running.sum())
+            return self._single_kind_tokens
+        mean: NDArray[np.float64] = np.exp(running @ self._log_tokens / running.sum())
         return mean
 
-    def _patient(
+    def _choose_patiently(
         self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
     ) -> int:
         """Adds what every arm would have saved in this step; switches if one has paid off."""
-        saved = seconds[self._last] * (1.0 - value[self._last] / np.maximum(value, 1e-300))
-        np.maximum(self._lost + saved, 0.0, out=self._lost)
-        price = np.where(self._plain, 0.0, np.array(catch_up)[self._drafter_of])
-        gain = self._lost - self._patience * (self._switch_seconds + price)
-        gain[self._last] = 0.0
+        saved = seconds[self._last_arm] * (1.0 - value[self._last_arm] / np.maximum(value, 1e-300))
+        np.maximum(self._saved_seconds + saved, 0.0, out=self._saved_seconds)
+        price = np.where(self._is_plain, 0.0, np.array(catch_up)[self._drafter_by_arm])
+        gain = self._saved_seconds - self._patience * (self._switch_seconds + price)
+        gain[self._last_arm] = 0.0
         return int(gain.argmax())
 
     def observe(self, record: StepRecord, now: float) -> None:
@@ -141,16 +141,16 @@ def best_by_segment(
     classes: [segments]; segments of equal class get the same arm.  None: all differ.
     """
     segments = max(len(run.segment_tokens) for run in static_runs)
-    of = list(range(segments)) if classes is None else list(classes)[:segments]
-    tokens = np.zeros((len(static_runs), max(of) + 1))
+    class_by_segment = list(range(segments)) if classes is None else list(classes)[:segments]
+    tokens = np.zeros((len(static_runs), max(class_by_segment) + 1))
     seconds = np.zeros_like(tokens)
     for i, run in enumerate(static_runs):
-        known = of[: len(run.segment_tokens)]
-        np.add.at(tokens[i], known, run.segment_tokens)
-        np.add.at(seconds[i], known, run.segment_seconds)
+        run_classes = class_by_segment[: len(run.segment_tokens)]
+        np.add.at(tokens[i], run_classes, run.segment_tokens)
+        np.add.at(seconds[i], run_classes, run.segment_seconds)
     rates = np.divide(tokens, seconds, out=np.zeros_like(tokens), where=seconds > 0)
     best = rates.argmax(axis=0)
-    return [int(best[one]) for one in of]
+    return [int(best[segment_class]) for segment_class in class_by_segment]
 
 
 def segment_classes(workload: Workload) -> list[int] | None:
@@ -164,7 +164,7 @@ def segment_classes(workload: Workload) -> list[int] | None:
     ]
 
 
-def clairvoyants(
+def clairvoyant_factories(
     surface: CostSurface,
     options: EngineOptions,
     expected: NDArray[np.float64],
@@ -175,37 +175,46 @@ def clairvoyants(
     expected, rules: see `BestArm`.
     """
     drafters = [spec.name for spec in surface.drafters]
-    catching_up = surface.catch_up_seconds(1.0) > 0
-    priced = options.switch_seconds > 0 or catching_up
-    best = partial(BestArm, surface, options, expected, rules)
-    found: dict[str, Factory] = {"best arm": best}
-    if priced and len(drafters) > 1:
-        found |= {f"only {drafter}": partial(best, drafter=drafter) for drafter in drafters}
-    if catching_up or options.stale_steps > 0:
-        found["awake"] = partial(best, asleep=False)
-    if priced:
-        found |= {f"patience {share:g}": partial(best, patience=share) for share in _PATIENCE}
-    return found
+    has_catch_up_cost = surface.catch_up_seconds(1.0) > 0
+    has_switch_cost = options.switch_seconds > 0 or has_catch_up_cost
+    make_best_arm = partial(BestArm, surface, options, expected, rules)
+    factories: dict[str, Factory] = {"best arm": make_best_arm}
+    if has_switch_cost and len(drafters) > 1:
+        factories |= {
+            f"only {drafter}": partial(make_best_arm, drafter=drafter) for drafter in drafters
+        }
+    if has_catch_up_cost or options.stale_steps > 0:
+        factories["awake"] = partial(make_best_arm, asleep=False)
+    if has_switch_cost:
+        factories |= {
+            f"patience {share:g}": partial(make_best_arm, patience=share)
+            for share in _PATIENCE_SHARES
+        }
+    return factories
 
 
-def oracle_candidates(
+def oracle_factories(
     scenario: Scenario, workload: Workload, truth: Truth, static_runs: Mapping[str, RunResult]
 ) -> dict[str, Factory]:
     """Makes the policies that compete with the static arms to be the oracle.
 
     static_runs: of every static arm, in the order of `static_names`.
     """
-    found = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules)
+    factories = clairvoyant_factories(
+        scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules
+    )
     index = list(static_names(scenario.surface).values())
     best = best_by_segment(list(static_runs.values()), segment_classes(workload))
     schedule = [index[i] for i in best]
     if len(set(schedule)) > 1:
-        found["schedule"] = partial(SegmentSchedule, schedule, truth.rules)
-    return found
+        factories["schedule"] = partial(SegmentSchedule, schedule, truth.rules)
+    return factories
 
 
-def by_request_candidates(scenario: Scenario, truth: Truth) -> dict[str, Factory]:
+def by_request_factories(scenario: Scenario, truth: Truth) -> dict[str, Factory]:
     """Makes the policies that know the kind of every running request; {} if all are alike."""
-    if not truth.mixed:
+    if not truth.has_mixed_kinds:
         return {}
-    return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules)
+    return clairvoyant_factories(
+        scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules
+    )

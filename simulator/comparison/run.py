@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
 from simulator.comparison import contestants
-from simulator.comparison.oracle import by_request_candidates, oracle_candidates
+from simulator.comparison.oracle import by_request_factories, oracle_factories
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import RunResult, Trace, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
-from simulator.process_pool import run_side_by_side
-from simulator.results import Latency, PolicyOrigin, Timeline, spread
+from simulator.process_pool import run_in_parallel
+from simulator.results import Latency, PolicyOrigin, Timeline, summarise_seconds
 from simulator.scenarios.scenario_file import Scenario
-from simulator.surface import MINIMAL_SHARE, CostSurface
+from simulator.surface import MIN_COST_SHARE, CostSurface
 from simulator.workload import ClosedLoop
 
-_POINTS = 200
+_TIMELINE_POINTS = 200
 # 64 bits: enough to make collisions among a few thousand runs negligible.
 _DIGEST_DIGITS = 16
 
@@ -85,7 +85,7 @@ class SeedRun:
 def run_seed(
     scenario: Scenario,
     seed: int,
-    wanted: Collection[str] | None = None,
+    selected: Collection[str] | None = None,
     settings: PlannerSettings | None = None,
 ) -> SeedRun:
     """Runs all policies (or the wanted ones; static arms and the oracle are always run)."""
@@ -93,51 +93,65 @@ def run_seed(
     workload = scenario.workload(seed)
     truth = Truth(workload, surface)
 
-    def play(name: str, policy: Policy) -> tuple[PolicyRun, RunResult]:
+    def run_policy(name: str, policy: Policy) -> tuple[PolicyRun, RunResult]:
         result = simulate(workload, surface, policy, scenario.options, seed)
         recovery = (
             recovery_steps(workload, truth, result) if isinstance(workload, ClosedLoop) else []
         )
-        return _summary(name, policy, result, recovery), result
+        return _make_policy_run(name, policy, result, recovery), result
 
-    fixed = {
-        name: play(name, factory())
-        for name, factory in contestants.statics(surface, truth.rules).items()
+    static_results = {
+        name: run_policy(name, factory())
+        for name, factory in contestants.static_factories(surface, truth.rules).items()
     }
-    static_runs = {name: result for name, (_, result) in fixed.items()}
+    static_runs = {name: result for name, (_, result) in static_results.items()}
     best = max(static_runs, key=lambda name: static_runs[name].score)
-    runs = [run for run, _ in fixed.values()]
-    knowing = oracle_candidates(scenario, workload, truth, static_runs)
+    runs = [run for run, _ in static_results.values()]
+    oracle_candidates_by_name = oracle_factories(scenario, workload, truth, static_runs)
     oracle, oracle_result = max(
-        (fixed[best], *(play(name, factory()) for name, factory in knowing.items())),
+        (
+            static_results[best],
+            *(run_policy(name, factory()) for name, factory in oracle_candidates_by_name.items()),
+        ),
         key=lambda pair: pair[0].score,
     )
     runs.append(replace(oracle, name=contestants.ORACLE, origin=PolicyOrigin.HINDSIGHT))
-    if following := by_request_candidates(scenario, truth):
-        found = [play(name, factory())[0] for name, factory in following.items()]
-        best_one = max((oracle, *found), key=lambda run: run.score)
-        runs.append(replace(best_one, name=contestants.BY_REQUEST, origin=PolicyOrigin.HINDSIGHT))
+    if by_request_candidates_by_name := by_request_factories(scenario, truth):
+        by_request_runs = [
+            run_policy(name, factory())[0]
+            for name, factory in by_request_candidates_by_name.items()
+        ]
+        best_by_request = max((oracle, *by_request_runs), key=lambda run: run.score)
+        runs.append(
+            replace(best_by_request, name=contestants.BY_REQUEST, origin=PolicyOrigin.HINDSIGHT)
+        )
     missing: dict[str, str] = {}
-    for name, factory in contestants.peers(scenario, static_runs).items():
-        if wanted is None or name in wanted:
+    for name, factory in contestants.peer_factories(scenario, static_runs).items():
+        if selected is None or name in selected:
             try:
-                runs.append(play(name, factory())[0])
+                runs.append(run_policy(name, factory())[0])
             except PeerUnavailableError as error:
                 missing[name] = str(error)
-    picture = None
-    if wanted is None or contestants.OURS in wanted:
-        run, result = play(contestants.OURS, contestants.controller(scenario, settings))
+    timeline = None
+    if selected is None or contestants.OURS in selected:
+        run, result = run_policy(contestants.OURS, contestants.make_controller(scenario, settings))
         runs.append(run)
         if scenario.shifting:
-            picture = _timeline(surface, result, oracle_result)
-    return SeedRun(seed, tuple(runs), best, missing, picture)
+            timeline = _timeline(surface, result, oracle_result)
+    return SeedRun(seed, tuple(runs), best, missing, timeline)
 
 
-def _summary(name: str, policy: Policy, result: RunResult, recovery: list[float]) -> PolicyRun:
+def _make_policy_run(
+    name: str, policy: Policy, result: RunResult, recovery: list[float]
+) -> PolicyRun:
     latency = None
     if result.open_loop:
-        found = result.latencies
-        latency = Latency(spread(found.per_token), spread(found.tpot), spread(found.end_to_end))
+        latencies = result.latencies
+        latency = Latency(
+            summarise_seconds(latencies.per_token),
+            summarise_seconds(latencies.tpot),
+            summarise_seconds(latencies.end_to_end),
+        )
     return PolicyRun(
         name,
         getattr(policy, "origin", PolicyOrigin.RESTATED),
@@ -152,11 +166,11 @@ def _summary(name: str, policy: Policy, result: RunResult, recovery: list[float]
         result.sequence_seconds,
         result.decision_seconds,
         latency,
-        _digest(result.trace),
+        _decision_digest(result.trace),
     )
 
 
-def _digest(trace: Trace) -> str:
+def _decision_digest(trace: Trace) -> str:
     """Hashes the arm, the batch and the tokens of every step: integers only, no times."""
     steps = np.array([trace.arms, trace.batch_sizes, trace.kv_tokens, trace.tokens], dtype="<i8")
     return hashlib.sha256(steps.tobytes()).hexdigest()[:_DIGEST_DIGITS]
@@ -165,7 +179,7 @@ def _digest(trace: Trace) -> str:
 def run_all(
     scenarios: Sequence[Scenario],
     seed: int,
-    wanted: Collection[str] | None = None,
+    selected: Collection[str] | None = None,
     settings: PlannerSettings | None = None,
     processes: int | None = None,
     on_done: Callable[[Scenario], None] | None = None,
@@ -174,48 +188,52 @@ def run_all(
 
     Raises InvalidInputError if a wanted policy exists in no scenario.
     """
-    if wanted is not None:
-        known = {name for scenario in scenarios for name in contestants.policy_names(scenario)}
-        for name in wanted:
-            if name not in known:
+    if selected is not None:
+        known_names = {
+            name for scenario in scenarios for name in contestants.policy_names(scenario)
+        }
+        for name in selected:
+            if name not in known_names:
                 raise InvalidInputError(
-                    "--policy", 0, f"{name!r} is unknown; there are {', '.join(sorted(known))}"
+                    "--policy",
+                    0,
+                    f"{name!r} is unknown; there are {', '.join(sorted(known_names))}",
                 )
-    found: list[list[SeedRun]] = [[] for _ in scenarios]
+    seed_runs: list[list[SeedRun]] = [[] for _ in scenarios]
     tasks = [(i, seed + k) for i, s in enumerate(scenarios) for k in range(s.seeds)]
 
-    def keep(i: int, run: SeedRun) -> None:
-        found[i].append(run)
+    def add_run(i: int, run: SeedRun) -> None:
+        seed_runs[i].append(run)
         if on_done is not None:
             on_done(scenarios[i])
 
     workers = processes or len(os.sched_getaffinity(0))
     if workers == 1 or len(tasks) == 1:
         for i, task_seed in tasks:
-            keep(i, run_seed(scenarios[i], task_seed, wanted, settings))
-        return found
-    work = partial(run_seed, wanted=wanted, settings=settings)
+            add_run(i, run_seed(scenarios[i], task_seed, selected, settings))
+        return seed_runs
+    work = partial(run_seed, selected=selected, settings=settings)
     seeded = [(scenarios[i], task_seed) for i, task_seed in tasks]
-    for task, run in run_side_by_side(work, seeded, workers):
-        keep(tasks[task][0], run)
-    for seeds in found:
+    for task, run in run_in_parallel(work, seeded, workers):
+        add_run(tasks[task][0], run)
+    for seeds in seed_runs:
         seeds.sort(key=lambda run: run.seed)
-    return found
+    return seed_runs
 
 
 def _timeline(surface: CostSurface, ours: RunResult, oracle: RunResult) -> Timeline:
-    """Divides both runs into about `_POINTS` intervals of equal numbers of steps."""
-    seconds, gamma, rate, batch_size = _coarse(surface, ours)
-    return Timeline(seconds, batch_size, gamma, rate, *_coarse(surface, oracle)[:3])
+    """Divides both runs into about `_TIMELINE_POINTS` intervals of equal numbers of steps."""
+    seconds, gamma, rate, batch_size = _downsample(surface, ours)
+    return Timeline(seconds, batch_size, gamma, rate, *_downsample(surface, oracle)[:3])
 
 
-def _coarse(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ...]:
+def _downsample(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ...]:
     """Returns per interval its end in seconds, and the means of gamma, tokens/s and batch size."""
     trace = run.trace
     gammas = np.array([arm.gamma for arm in surface.arms], dtype=np.float64)[np.array(trace.arms)]
     ends, tokens = np.array(trace.ends), np.array(trace.tokens, dtype=np.float64)
     begins, batch_sizes = np.concatenate(([0.0], ends[:-1])), np.array(trace.batch_sizes)
-    parts = np.array_split(np.arange(len(ends)), min(_POINTS, len(ends)))
+    parts = np.array_split(np.arange(len(ends)), min(_TIMELINE_POINTS, len(ends)))
     return (
         tuple(float(ends[p[-1]]) for p in parts),
         tuple(round(float(gammas[p].mean()), 3) for p in parts),
@@ -231,32 +249,36 @@ def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[f
 
     They match when the mean true value over `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of
     the best arm's at the same batch and context.  A phase without recovery counts with all its
-    steps.  Gradual changes (not `at_once`, another pool) are not counted.
+    steps.  Gradual changes (not `is_sudden`, another pool) are not counted.
     """
     trace = run.trace
     starts = [*trace.phase_starts, (len(trace.arms), -1)]
-    found = []
-    for (_, before), (first, phase), (end, _) in zip(starts, starts[1:], starts[2:], strict=False):
-        now, then = workload.phases[phase], workload.phases[before]
-        if not now.at_once and now.pool is not then.pool:
+    steps_to_recover = []
+    for (_, previous_phase), (first_step, phase), (end, _) in zip(
+        starts, starts[1:], starts[2:], strict=False
+    ):
+        current, previous = workload.phases[phase], workload.phases[previous_phase]
+        if not current.is_sudden and current.pool is not previous.pool:
             continue
-        quality = _quality(truth.of(now.pool).expected, truth.surface, run, first, end)
+        quality = _relative_values(
+            truth.replay_of(current.pool).expected, truth.surface, run, first_step, end
+        )
         window = np.convolve(quality, np.ones(_RECOVERED_STEPS) / _RECOVERED_STEPS, "valid")
-        good = np.flatnonzero(window >= _RECOVERED_SHARE)
-        found.append(float(good[0]) if len(good) else float(end - first))
-    return found
+        recovered = np.flatnonzero(window >= _RECOVERED_SHARE)
+        steps_to_recover.append(float(recovered[0]) if len(recovered) else float(end - first_step))
+    return steps_to_recover
 
 
-def _quality(
-    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first: int, end: int
+def _relative_values(
+    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first_step: int, end: int
 ) -> NDArray[np.float64]:
     """Returns [steps] true value of the arm that ran over the best arm's, at the batch and kv."""
     trace = run.trace
-    arms = np.array(trace.arms[first:end])
-    batch = np.array(trace.batch_sizes[first:end])
-    kv = np.array(trace.kv_tokens[first:end])
+    arms = np.array(trace.arms[first_step:end])
+    batch = np.array(trace.batch_sizes[first_step:end])
+    kv = np.array(trace.kv_tokens[first_step:end])
     plain = surface.seconds[:, np.minimum(batch, surface.max_batch_size)]
     context = surface.kv_seconds[:, None] * (kv - batch * surface.kv_reference)
-    rates = (1 + expected)[:, None] / np.maximum(plain + context, MINIMAL_SHARE * plain)
+    rates = (1 + expected)[:, None] / np.maximum(plain + context, MIN_COST_SHARE * plain)
     quality: NDArray[np.float64] = rates[arms, np.arange(len(arms))] / rates.max(axis=0)
     return quality

@@ -10,8 +10,8 @@ from simulator.comparison.run import SeedRun
 from simulator.scenarios.scenario_file import Scenario
 
 # Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-_T_LARGE = 2.1
+_STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+_STUDENT_T_LARGE = 2.1
 
 Interval = tuple[float, float] | None
 
@@ -19,11 +19,11 @@ Interval = tuple[float, float] | None
 def summarise(
     scenario: Scenario,
     seeds: Sequence[SeedRun],
-    wanted: Collection[str] | None = None,
+    selected: Collection[str] | None = None,
     sustained: Sequence[results.SustainedLoad] = (),
 ) -> results.ScenarioReport:
     """Makes the report over all seeds, of the wanted policies only if any are named."""
-    names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
+    names = [run.name for run in seeds[0].runs if selected is None or run.name in selected]
     # The single arm that was best over all seeds together.
     best_static = max(
         (run.name for run in seeds[0].runs if run.origin is results.PolicyOrigin.STATIC),
@@ -36,19 +36,19 @@ def summarise(
     ]
     policies = [_policy(name, seeds, best_static, peers) for name in names]
     policies.sort(key=lambda report: -report.score)
-    missing = "".join(f" Left out: {name} ({why})." for name, why in seeds[0].missing.items())
-    ours = next((run for run in seeds[0].runs if run.name == OURS), seeds[0].runs[0])
+    missing = "".join(f" Left out: {name} ({reason})." for name, reason in seeds[0].missing.items())
+    reference_run = next((run for run in seeds[0].runs if run.name == OURS), seeds[0].runs[0])
     return results.ScenarioReport(
         name=scenario.name,
         group=scenario.group,
         description=scenario.description + missing,
         shifting=scenario.shifting,
-        steps=ours.steps,
+        steps=reference_run.steps,
         seeds=len(seeds),
         best_static=best_static,
         policies=tuple(policies),
         timeline=next((s.timeline for s in seeds if s.timeline is not None), None),
-        open_loop=ours.latency is not None,
+        open_loop=reference_run.latency is not None,
         sustained=tuple(sustained),
     )
 
@@ -81,21 +81,21 @@ def _policy(
         probe_step_share=sum(run.probe_steps for run in runs) / steps,
         tpot_ms=1e3 * (sum(run.sequence_seconds for run in runs) / tokens),
         decision_microseconds=1e6 * sum(run.decision_seconds for run in runs) / steps,
-        latency=_latency([run.latency for run in runs if run.latency is not None]),
+        latency=_mean_latency([run.latency for run in runs if run.latency is not None]),
         ratio_to_peers={peer: _ratio(name, peer, seeds)[0] for peer in peers if name == OURS},
     )
 
 
-def _latency(seeds: Sequence[results.Latency]) -> results.Latency | None:
+def _mean_latency(seeds: Sequence[results.Latency]) -> results.Latency | None:
     """Averages every value over the seeds."""
     if not seeds:
         return None
 
     def mean(spreads: Sequence[results.Spread]) -> results.Spread:
         return results.Spread(
-            statistics.fmean(one.mean for one in spreads),
-            statistics.fmean(one.p50 for one in spreads),
-            statistics.fmean(one.p99 for one in spreads),
+            statistics.fmean(spread.mean for spread in spreads),
+            statistics.fmean(spread.p50 for spread in spreads),
+            statistics.fmean(spread.p99 for spread in spreads),
         )
 
     return results.Latency(
@@ -105,14 +105,14 @@ def _latency(seeds: Sequence[results.Latency]) -> results.Latency | None:
     )
 
 
-def _ratio(name: str, other: str, seeds: Sequence[SeedRun]) -> tuple[float, Interval]:
+def _ratio(name: str, baseline: str, seeds: Sequence[SeedRun]) -> tuple[float, Interval]:
     """Returns the geometric mean of score over score, and its 95 % interval (Student, on logs)."""
-    logs = [math.log(seed.run(name).score / seed.run(other).score) for seed in seeds]
+    logs = [math.log(seed.run(name).score / seed.run(baseline).score) for seed in seeds]
     mean = sum(logs) / len(logs)
     if len(logs) < 2:
         return math.exp(mean), None
     variance = sum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
     degrees = len(logs) - 1
-    t = _T[degrees - 1] if degrees <= len(_T) else _T_LARGE
-    half = t * math.sqrt(variance / len(logs))
-    return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+    t = _STUDENT_T[degrees - 1] if degrees <= len(_STUDENT_T) else _STUDENT_T_LARGE
+    half_width = t * math.sqrt(variance / len(logs))
+    return math.exp(mean), (math.exp(mean - half_width), math.exp(mean + half_width))

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from simulator.comparison import contestants
-from simulator.comparison.oracle import by_request_candidates, clairvoyants
+from simulator.comparison.oracle import by_request_factories, clairvoyant_factories
 from simulator.comparison.truth import Truth
 from simulator.engine import RunResult, simulate
 from simulator.errors import InvalidInputError
@@ -24,12 +24,12 @@ from simulator.scenarios.scenario_file import Scenario
 from simulator.workload import OpenLoop
 
 # Speeds of the arrivals that are tried lie between 1/_FARTHEST and _FARTHEST.
-_FARTHEST = 1024.0
+_MAX_SPEED = 1024.0
 # The load is found to within this factor.
 _PRECISION = 1.01
 
 
-def sustained(
+def find_sustained_loads(
     scenario: Scenario, policies: Collection[str] | None, seed: int
 ) -> dict[str, SustainedLoad]:
     """Returns the load that each of the policies sustains, in the order of `policy_names`.
@@ -51,39 +51,49 @@ def sustained(
         raise InvalidInputError(scenario.name, 0, "all requests arrive at once: there is no rate")
 
     def run(policy: Policy, speed: float) -> RunResult:
-        return simulate(_faster(workload, speed), scenario.surface, policy, scenario.options, seed)
+        return simulate(
+            _scale_arrivals(workload, speed), scenario.surface, policy, scenario.options, seed
+        )
 
-    def keeps(factories: Sequence[contestants.Factory], speed: float) -> bool:
+    def keeps_bound(factories: Sequence[contestants.Factory], speed: float) -> bool:
         return any(_p99(run(factory(), speed)) <= bound for factory in factories)
 
     truth = Truth(workload, scenario.surface)
-    fixed = contestants.statics(scenario.surface, truth.rules)
-    entrants: dict[str, Sequence[contestants.Factory]] = {name: [fixed[name]] for name in fixed}
-    knowing = clairvoyants(
+    static_factories = contestants.static_factories(scenario.surface, truth.rules)
+    factories_by_policy: dict[str, Sequence[contestants.Factory]] = {
+        name: [static_factories[name]] for name in static_factories
+    }
+    known_factories = clairvoyant_factories(
         scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules
     )
-    entrants[contestants.ORACLE] = [*knowing.values(), *fixed.values()]
-    following = by_request_candidates(scenario, truth)
-    entrants[contestants.BY_REQUEST] = [*following.values(), *entrants[contestants.ORACLE]]
-    entrants[contestants.OURS] = [lambda: contestants.controller(scenario)]
-    wanted = set(contestants.policy_names(scenario) if policies is None else policies)
-    if wanted - entrants.keys():
-        static_runs = {name: run(factory(), 1.0) for name, factory in fixed.items()}
-        entrants |= {
-            name: [peer] for name, peer in contestants.peers(scenario, static_runs).items()
+    factories_by_policy[contestants.ORACLE] = [
+        *known_factories.values(),
+        *static_factories.values(),
+    ]
+    by_request = by_request_factories(scenario, truth)
+    factories_by_policy[contestants.BY_REQUEST] = [
+        *by_request.values(),
+        *factories_by_policy[contestants.ORACLE],
+    ]
+    factories_by_policy[contestants.OURS] = [lambda: contestants.make_controller(scenario)]
+    selected = set(contestants.policy_names(scenario) if policies is None else policies)
+    if selected - factories_by_policy.keys():
+        static_runs = {name: run(factory(), 1.0) for name, factory in static_factories.items()}
+        factories_by_policy |= {
+            name: [peer] for name, peer in contestants.peer_factories(scenario, static_runs).items()
         }
     requests, tokens = workload.pool.requests, int(workload.pool.output_tokens.sum())
-    found = {}
-    for name in [name for name in contestants.policy_names(scenario) if name in wanted]:
+    load_by_policy = {}
+    for name in [name for name in contestants.policy_names(scenario) if name in selected]:
         try:
-            speed = _highest(partial(keeps, entrants[name]))
+            speed = _highest_speed(partial(keeps_bound, factories_by_policy[name]))
         except PeerUnavailableError:
             continue
-        found[name] = SustainedLoad(name, speed * requests / span, speed * tokens / span)
-    return found
+        load_by_policy[name] = SustainedLoad(name, speed * requests / span, speed * tokens / span)
+    return load_by_policy
 
 
-def _faster(workload: OpenLoop, speed: float) -> OpenLoop:
+def _scale_arrivals(workload: OpenLoop, speed: float) -> OpenLoop:
     return replace(
         workload,
         arrival_seconds=workload.arrival_seconds / speed,
@@ -95,22 +105,22 @@ def _p99(result: RunResult) -> float:
     return float(np.percentile(result.latencies.per_token, 99))
 
 
-def _highest(keeps: Callable[[float], bool]) -> float:
+def _highest_speed(keeps_bound: Callable[[float], bool]) -> float:
     """Returns the highest speed that keeps the bound; 0 if none does."""
     low = high = 1.0
-    if keeps(1.0):
-        while keeps(high := 2 * low):
+    if keeps_bound(1.0):
+        while keeps_bound(high := 2 * low):
             low = high
-            if low >= _FARTHEST:
+            if low >= _MAX_SPEED:
                 return low
     else:
-        while not keeps(low := high / 2):
+        while not keeps_bound(low := high / 2):
             high = low
-            if high <= 1 / _FARTHEST:
+            if high <= 1 / _MAX_SPEED:
                 return 0.0
     while high / low > _PRECISION:
         middle = math.sqrt(low * high)
-        if keeps(middle):
+        if keeps_bound(middle):
             low = middle
         else:
             high = middle

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
+from controller.core.acceptance.mixtures import MAX_MATCH_LENGTH, MIN_MATCH_LENGTH
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.plan import MixtureRule
-from simulator.rows import RowChoice
+from simulator.row_drafters import RowDrafterChooser
 from simulator.surface import CostSurface
 from simulator.workload import RequestPool, Workload, distinct_pools
 
@@ -40,14 +40,14 @@ class Replay:
     def expected_by_kind(self) -> NDArray[np.float64]:
         """Returns [kinds, arms] of E[accepted | arm], drafts a step; 0 for a kind not served."""
         served = np.maximum(self.steps, 1.0)
-        found: NDArray[np.float64] = np.maximum(self.tokens[:, None] / served - 1.0, 0.0)
-        return found
+        expected: NDArray[np.float64] = np.maximum(self.tokens[:, None] / served - 1.0, 0.0)
+        return expected
 
     @property
     def expected(self) -> NDArray[np.float64]:
         """Returns [arms] of E[accepted | arm] over all requests, drafts a step."""
-        found: NDArray[np.float64] = self.tokens.sum() / self.steps.sum(axis=0) - 1.0
-        return found
+        expected: NDArray[np.float64] = self.tokens.sum() / self.steps.sum(axis=0) - 1.0
+        return expected
 
 
 def replay(pool: RequestPool, surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> Replay:
@@ -55,11 +55,11 @@ def replay(pool: RequestPool, surface: CostSurface, rules: Sequence[MixtureRule]
 
     rules: of mixtures.
     """
-    kinds, count = pool.kind_of, pool.kind_count
+    kinds, count = pool.request_kinds, pool.kind_count
     tokens = np.bincount(kinds, weights=pool.output_tokens, minlength=count)
     steps = np.concatenate(
         [
-            pool.steps(d.name, d.gammas)
+            pool.steps_per_request(d.name, d.gammas)
             if d.mixture is None
             else mixture_steps(pool, surface.drafters, i, rules)
             for i, d in enumerate(surface.drafters)
@@ -81,14 +81,14 @@ class Truth:
         self.rules = hindsight_rules(self._pools, surface.drafters)
         self._replays: dict[int, Replay] = {}
 
-    def of(self, pool: RequestPool) -> Replay:
+    def replay_of(self, pool: RequestPool) -> Replay:
         """Returns the replay of one of the workload's pools."""
         if id(pool) not in self._replays:
             self._replays[id(pool)] = replay(pool, self.surface, self.rules)
         return self._replays[id(pool)]
 
     @property
-    def mixed(self) -> bool:
+    def has_mixed_kinds(self) -> bool:
         """Whether one pool has requests of several kinds."""
         return any(pool.kind_count > 1 for pool in self._pools)
 
@@ -98,12 +98,12 @@ class Truth:
         Kinds are numbered as by `distinct_pools`.
         """
         return np.concatenate(
-            [np.tile(self.of(pool).expected, (pool.kind_count, 1)) for pool in self._pools]
+            [np.tile(self.replay_of(pool).expected, (pool.kind_count, 1)) for pool in self._pools]
         )
 
     def expected_by_kind(self) -> NDArray[np.float64]:
         """Returns [kinds, arms] of E[accepted | arm], separately for each kind."""
-        return np.concatenate([self.of(pool).expected_by_kind for pool in self._pools])
+        return np.concatenate([self.replay_of(pool).expected_by_kind for pool in self._pools])
 
 
 def hindsight_rules(
@@ -114,8 +114,8 @@ def hindsight_rules(
     if not mixtures:
         return ()
     match = np.concatenate([pool.known_matches for pool in pools]).astype(np.int64)
-    match = np.minimum(match, LONGEST_MATCH)
-    rows = np.maximum(np.bincount(match, minlength=LONGEST_MATCH + 1), 1)
+    match = np.minimum(match, MAX_MATCH_LENGTH)
+    rows = np.maximum(np.bincount(match, minlength=MAX_MATCH_LENGTH + 1), 1)
     rules = []
     for drafter in mixtures:
         assert drafter.mixture is not None
@@ -124,14 +124,14 @@ def hindsight_rules(
             for name in (drafter.mixture.main, drafter.mixture.free)
         )
         for gamma in drafter.gammas:
-            tokens = np.bincount(match, np.minimum(free, gamma), LONGEST_MATCH + 1)
-            by_length = (tokens / rows)[LEAST_MATCH:].tolist()
+            tokens = np.bincount(match, np.minimum(free, gamma), MAX_MATCH_LENGTH + 1)
+            by_length = (tokens / rows)[MIN_MATCH_LENGTH:].tolist()
             rules.append(
                 MixtureRule(
                     Arm(drafter.name, gamma),
                     float(np.minimum(main, gamma).mean()),
                     tuple(by_length),
-                    LEAST_MATCH,
+                    MIN_MATCH_LENGTH,
                     _RATIO_WEIGHT,
                 )
             )
@@ -150,10 +150,12 @@ def mixture_steps(
     """
     accepted = [pool.accepted[d.name] for d in drafters if d.mixture is None]
 
-    def at(gamma: int) -> NDArray[np.int64]:
-        choice = RowChoice(drafters, accepted, pool.known_matches)
-        return pool.replayed(
-            lambda cursor, request: choice.step(mixture, gamma, cursor, request, rules)[0] + 1
+    def replay_gamma(gamma: int) -> NDArray[np.int64]:
+        choice = RowDrafterChooser(drafters, accepted, pool.known_matches)
+        return pool.replay_steps(
+            lambda cursor, request: (
+                choice.choose_rows(mixture, gamma, cursor, request, rules)[0] + 1
+            )
         )
 
-    return np.array([at(gamma) for gamma in drafters[mixture].gammas])
+    return np.array([replay_gamma(gamma) for gamma in drafters[mixture].gammas])

@@ -37,32 +37,36 @@ def standard_peers(
     """
     arms = tuple(arms)
     speculating = [arm for _, _, arm in table if arms[arm].gamma > 0]
-    usual = speculating or [speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)]
-    fixed = arms[max(sorted(set(usual)), key=usual.count)]
+    usual_arms = speculating or [speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)]
+    fixed_arm = arms[max(sorted(set(usual_arms)), key=usual_arms.count)]
     peers: dict[str, PeerFactory] = {
         "sglang-adaptive": partial(SGLangAdaptive, arms),
         "vllm-schedule": partial(BatchSchedule, arms, table),
-        "vllm-adaptive-k": partial(AdaptiveK, arms, profile, drafter=fixed.drafter),
-        "trtllm-gate": partial(_gate, arms, table, profile, fixed.drafter),
+        "vllm-adaptive-k": partial(AdaptiveK, arms, profile, drafter=fixed_arm.drafter),
+        "trtllm-gate": partial(_make_gate, arms, table, profile, fixed_arm.drafter),
         "hill-climber": partial(HillClimber, arms),
         "goodput-probe": partial(GoodputProbe, arms),
         "bandit-ucb": partial(UcbBandit, arms, discount=_BANDIT_DISCOUNT),
     }
     if profile is not None:
-        peers["tide"] = partial(TideThreshold, arms, profile, fixed.gamma, drafter=fixed.drafter)
+        peers["tide"] = partial(
+            TideThreshold, arms, profile, fixed_arm.gamma, drafter=fixed_arm.drafter
+        )
         if len({arm.drafter for arm in arms}) > 1:
             peers["full-information"] = partial(FullInformationChoice, arms, profile)
     return peers
 
 
-def _gate(
+def _make_gate(
     arms: Sequence[Arm], table: Table, profile: Profile | None, drafter: str
 ) -> SpeculationGate:
     """The gate beside the table's draft lengths, closing where they cannot pay."""
     # What lies between two ranges of the table, and past its end, belongs to the range below.
     table = tuple(sorted(table))
-    lasts = (*(first - 1 for first, _, _ in table[1:]), MAX_BATCH_SIZE)
-    schedule = [(last, arms[arm].gamma) for last, (_, _, arm) in zip(lasts, table, strict=True)]
+    last_sizes = (*(first - 1 for first, _, _ in table[1:]), MAX_BATCH_SIZE)
+    schedule = [
+        (last, arms[arm].gamma) for last, (_, _, arm) in zip(last_sizes, table, strict=True)
+    ]
     threshold = THRESHOLD
     if profile is not None:
         threshold = break_even_rate(arms, schedule, profile, drafter)

@@ -48,7 +48,7 @@ class _Bandit:
     rewards: list[float]
     weight: float = 1.0
     total: float = 0.0
-    asked: int = 0
+    choice_count: int = 0
 
 
 class UcbBandit:
@@ -64,20 +64,22 @@ class UcbBandit:
         exploration: float = EXPLORATION,
         discount: float = 1.0,
     ) -> None:
-        number = len(arms)
-        self._choices = [ArmChoice(i) for i in range(number)]
+        arm_count = len(arms)
+        self._choices = [ArmChoice(i) for i in range(arm_count)]
         self._per_second = reward is Reward.TOKENS_PER_SECOND
         self._exploration = exploration
         self._growth = 1.0 / discount
-        self._by_octave = defaultdict[int, _Bandit](lambda: _Bandit([0.0] * number, [0.0] * number))
+        self._by_octave = defaultdict[int, _Bandit](
+            lambda: _Bandit([0.0] * arm_count, [0.0] * arm_count)
+        )
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the arm with the highest bound, once each has been tried."""
         bandit = self._by_octave[octave(batch_size)]
         arms = len(self._choices)
-        if bandit.asked < ROUNDS * arms:
-            bandit.asked += 1
-            return self._choices[(bandit.asked - 1) % arms]
+        if bandit.choice_count < ROUNDS * arms:
+            bandit.choice_count += 1
+            return self._choices[(bandit.choice_count - 1) % arms]
         if 0.0 in bandit.weights:
             # Its trial has not been reported yet, or has decayed to zero.
             return self._choices[bandit.weights.index(0.0)]
@@ -99,10 +101,10 @@ class UcbBandit:
         bandit.rewards[record.arm] += weight * tokens / divisor
         bandit.total += weight
         if weight > _WEIGHT_MAX:
-            _scale_back(bandit)
+            _rescale(bandit)
 
 
-def _scale_back(bandit: _Bandit) -> None:
+def _rescale(bandit: _Bandit) -> None:
     factor = 1.0 / bandit.weight
     # A weight that underflows to zero counts as an arm that was never tried.
     bandit.weights = [w * factor for w in bandit.weights]

@@ -16,21 +16,21 @@ def first_drafter(arms: Sequence[Arm]) -> str:
     return arms[0].drafter
 
 
-def by_gamma(arms: Sequence[Arm], drafter: str) -> dict[int, int]:
+def arms_by_gamma(arms: Sequence[Arm], drafter: str) -> dict[int, int]:
     """Maps gamma to the index in `arms`, for one drafter, gammas ascending."""
     return dict(sorted((arm.gamma, i) for i, arm in enumerate(arms) if arm.drafter == drafter))
 
 
-def nearest(gammas: Sequence[int], wanted: int) -> int:
+def nearest_gamma(gammas: Sequence[int], target: int) -> int:
     """Returns the closest of the gammas, the shorter one of two that are equally close."""
-    return min(gammas, key=lambda gamma: (abs(gamma - wanted), gamma))
+    return min(gammas, key=lambda gamma: (abs(gamma - target), gamma))
 
 
-def speculating_arm(arms: Sequence[Arm], drafter: str, wanted: int) -> int:
+def speculating_arm(arms: Sequence[Arm], drafter: str, target: int) -> int:
     """Finds the drafter's arm closest to a draft length; gamma = 0 only if it has no other arm."""
-    index = by_gamma(arms, drafter)
+    index = arms_by_gamma(arms, drafter)
     positive = [gamma for gamma in index if gamma > 0]
-    return index[nearest(positive or list(index), wanted)]
+    return index[nearest_gamma(positive or list(index), target)]
 
 
 def off_arm(arms: Sequence[Arm], drafter: str) -> int | None:
@@ -39,7 +39,7 @@ def off_arm(arms: Sequence[Arm], drafter: str) -> int | None:
     return plain.get(drafter, min(plain.values(), default=None))
 
 
-def on_and_off(
+def on_and_off_choices(
     arms: Sequence[Arm], gamma: int, drafter: str | None
 ) -> tuple[ArmChoice, ArmChoice | None]:
     """Chooses one drafting arm and plain decoding (None if no arm decodes plainly).
@@ -81,29 +81,31 @@ class RelativeCosts:
         by_size: dict[Arm, dict[int, float]] = {}
         for cell in profile.cells:
             by_size.setdefault(cell.arm, {})[cell.batch_size] = cell.step_seconds
-        self._curves = [_ratios(by_size, arm, base) for arm in arms]
-        self._known: dict[int, list[float]] = {}
+        self._curves = [_cost_ratios(by_size, arm, base) for arm in arms]
+        self._ratios_by_size: dict[int, list[float]] = {}
 
-    def at(self, batch_size: int) -> list[float]:
+    def ratios_at(self, batch_size: int) -> list[float]:
         """Returns [arms] ratios at this batch size."""
-        found = self._known.get(batch_size)
-        if found is None:
+        cost_ratios = self._ratios_by_size.get(batch_size)
+        if cost_ratios is None:
             x = math.log(batch_size)
-            found = [float(np.interp(x, sizes, ratios)) for sizes, ratios in self._curves]
-            self._known[batch_size] = found
-        return found
+            cost_ratios = [float(np.interp(x, sizes, ratios)) for sizes, ratios in self._curves]
+            self._ratios_by_size[batch_size] = cost_ratios
+        return cost_ratios
 
 
-def _ratios(
+def _cost_ratios(
     by_size: dict[Arm, dict[int, float]], arm: Arm, base: Arm
 ) -> tuple[list[float], list[float]]:
     """(log b, C(arm, b) / C(base, b)) at the batch sizes where both were measured, ascending."""
     if arm.gamma == 0 == base.gamma:
         return [0.0], [1.0]
-    mine, others = by_size.get(arm, {}), by_size.get(base, {})
-    sizes = sorted(mine.keys() & others.keys())
+    arm_seconds, base_seconds = by_size.get(arm, {}), by_size.get(base, {})
+    sizes = sorted(arm_seconds.keys() & base_seconds.keys())
     if not sizes:
         raise InvalidInputError(
             "profile", 0, f"no batch size is measured at both {arm} and {base}, which are compared"
         )
-    return [math.log(size) for size in sizes], [mine[size] / others[size] for size in sizes]
+    return [math.log(size) for size in sizes], [
+        arm_seconds[size] / base_seconds[size] for size in sizes
+    ]

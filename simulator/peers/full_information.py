@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
 from simulator.errors import InvalidInputError
-from simulator.peers.common import RelativeCosts, by_gamma, first_drafter, off_arm
+from simulator.peers.common import RelativeCosts, arms_by_gamma, first_drafter, off_arm
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -41,7 +41,7 @@ MEMORY_STEPS = 20.0
 # The prior acceptance of the first position: high, so that much is drafted and learnt at once.  The
 # weight of this prior, and of a position's predecessor, in sequences.
 FIRST_ACCEPTANCE = 0.8
-LEANING_SEQUENCES = 4.0
+PRIOR_WEIGHT_SEQUENCES = 4.0
 
 
 class FullInformationChoice:
@@ -62,7 +62,7 @@ class FullInformationChoice:
         memory_sequences: float = MEMORY_SEQUENCES,
         memory_steps: float = MEMORY_STEPS,
     ) -> None:
-        self._depths = {arm.drafter: max(by_gamma(arms, arm.drafter)) for arm in arms}
+        self._depths = {arm.drafter: max(arms_by_gamma(arms, arm.drafter)) for arm in arms}
         if len(self._depths) < 2:
             raise InvalidInputError(
                 "full information", 0, f"only {list(self._depths)} can draft: no choice is possible"
@@ -85,39 +85,39 @@ class FullInformationChoice:
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the arm of the highest value at this batch size."""
-        costs = self._costs.at(batch_size)
+        costs = self._costs.ratios_at(batch_size)
         values = [(1 + e) / cost for e, cost in zip(self.expected, costs, strict=True)]
         return self._choices[values.index(max(values))]
 
     def observe(self, record: StepRecord, _: float) -> None:
         """Adds the evidence of the drafter that ran, and of the evaluated idle drafters."""
-        forgotten = record.batch_size / self._memory_sequences
-        keep = math.exp(-min(forgotten, 1 / self._memory_steps))
+        forgotten_share = record.batch_size / self._memory_sequences
+        decay = math.exp(-min(forgotten_share, 1 / self._memory_steps))
         for sums in (*self._reached.values(), *self._accepted.values()):
-            sums[:] = [keep * value for value in sums]
+            sums[:] = [decay * value for value in sums]
         reached, drafter = record.batch_size, self._arms[record.arm].drafter
         for k, stopped in enumerate(record.counts[:-1]):
             self._reached[drafter][k] += reached
             reached -= stopped
             self._accepted[drafter][k] += reached
-        for idle in record.idle:
-            mine, accepted = self._reached[idle.drafter], self._accepted[idle.drafter]
-            for k in range(len(mine)):
-                mine[k] += idle.reached[k]
-                accepted[k] += idle.accepted[k]
+        for idle in record.idle_counts:
+            reached_sums, accepted_sums = self._reached[idle.drafter], self._accepted[idle.drafter]
+            for k in range(len(reached_sums)):
+                reached_sums[k] += idle.reached[k]
+                accepted_sums[k] += idle.accepted[k]
         self.expected = self._expectations()
 
     def _expectations(self) -> list[float]:
         """Returns E[accepted] of each arm."""
-        by_drafter = {d: self._expected_of(d) for d in self._depths}
+        by_drafter = {d: self._expected_by_gamma(d) for d in self._depths}
         return [by_drafter[arm.drafter][arm.gamma] for arm in self._arms]
 
-    def _expected_of(self, drafter: str) -> list[float]:
+    def _expected_by_gamma(self, drafter: str) -> list[float]:
         """Returns E[accepted | gamma] for gamma = 0 .. depth."""
-        found = [0.0]
+        expected = [0.0]
         rate, survival = FIRST_ACCEPTANCE, 1.0
         for reached, accepted in zip(self._reached[drafter], self._accepted[drafter], strict=True):
-            rate = (accepted + LEANING_SEQUENCES * rate) / (reached + LEANING_SEQUENCES)
+            rate = (accepted + PRIOR_WEIGHT_SEQUENCES * rate) / (reached + PRIOR_WEIGHT_SEQUENCES)
             survival *= rate
-            found.append(found[-1] + survival)
-        return found
+            expected.append(expected[-1] + survival)
+        return expected

@@ -34,7 +34,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.engine_spec import Arm
-from simulator.peers.common import accepted_tokens, by_gamma, first_drafter, nearest, octave
+from simulator.peers.common import (
+    accepted_tokens,
+    arms_by_gamma,
+    first_drafter,
+    nearest_gamma,
+    octave,
+)
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -52,16 +58,16 @@ _BIN_ENDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 class _Bucket:
     """Remembers one octave of the batch size.  Positions index the ascending gammas.
 
-    rate: tokens/second of the base, 0 = not measured.  held: windows at the base since the last
-    probe.  refused: probes in a row that were not better.
+    rate: tokens/second of the base, 0 = not measured.  windows_at_base: windows at the base since
+    the last probe.  failed_probes: probes in a row that were not better.
     """
 
     base: int
     running: int
     direction: int = 1
     rate: float = 0.0
-    held: int = 0
-    refused: int = 0
+    windows_at_base: int = 0
+    failed_probes: int = 0
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
@@ -79,10 +85,10 @@ class HillClimber:
         window_steps: int = WINDOW_STEPS,
         hold_windows: int = HOLD_WINDOWS,
     ) -> None:
-        index = by_gamma(arms, first_drafter(arms))
+        index = arms_by_gamma(arms, first_drafter(arms))
         self._arms = list(index.values())
         self._choices = [ArmChoice(arm) for arm in self._arms]
-        self._start = list(index).index(nearest(list(index), INITIAL_GAMMA))
+        self._start = list(index).index(nearest_gamma(list(index), INITIAL_GAMMA))
         self._window_steps = window_steps
         self._hold_windows = hold_windows
         self._buckets: dict[int, _Bucket] = {}
@@ -107,33 +113,33 @@ class HillClimber:
             rate = bucket.tokens / bucket.seconds
             bucket.tokens, bucket.seconds, bucket.steps = 0, 0.0, 0
             if bucket.running == bucket.base:
-                self._end_of_base(bucket, rate)
+                self._finish_base_window(bucket, rate)
             else:
-                self._end_of_probe(bucket, rate)
+                self._finish_probe_window(bucket, rate)
 
-    def _end_of_base(self, bucket: _Bucket, rate: float) -> None:
+    def _finish_base_window(self, bucket: _Bucket, rate: float) -> None:
         weight = EWMA_WEIGHT if bucket.rate else 1.0
         bucket.rate += weight * (rate - bucket.rate)
-        bucket.held += 1
-        if bucket.held >= (self._hold_windows if bucket.refused >= 2 else 1):
-            self._probe(bucket)
+        bucket.windows_at_base += 1
+        if bucket.windows_at_base >= (self._hold_windows if bucket.failed_probes >= 2 else 1):
+            self._start_probe(bucket)
 
-    def _end_of_probe(self, bucket: _Bucket, rate: float) -> None:
+    def _finish_probe_window(self, bucket: _Bucket, rate: float) -> None:
         if rate > bucket.rate * (1 + MARGIN):
-            bucket.base, bucket.rate, bucket.refused = bucket.running, rate, 0
-            self._probe(bucket)
+            bucket.base, bucket.rate, bucket.failed_probes = bucket.running, rate, 0
+            self._start_probe(bucket)
             return
         bucket.running = bucket.base
         bucket.direction = -bucket.direction
-        bucket.refused += 1
+        bucket.failed_probes += 1
 
-    def _probe(self, bucket: _Bucket) -> None:
-        bucket.held = 0
+    def _start_probe(self, bucket: _Bucket) -> None:
+        bucket.windows_at_base = 0
         last = len(self._arms) - 1
         if not 0 <= bucket.base + bucket.direction <= last:
             # Past the end there is nothing: that direction counts as refused.
             bucket.direction = -bucket.direction
-            bucket.refused += 1
+            bucket.failed_probes += 1
         bucket.running = min(max(bucket.base + bucket.direction, 0), last)
 
 
@@ -156,14 +162,14 @@ class GoodputProbe:
     origin = PolicyOrigin.RESTATED
 
     def __init__(self, arms: Sequence[Arm], *, window_steps: int = WINDOW_STEPS) -> None:
-        index = by_gamma(arms, first_drafter(arms))
+        index = arms_by_gamma(arms, first_drafter(arms))
         self._ascending = list(index.values())
         self._choices = {arm: ArmChoice(arm) for arm in self._ascending}
-        first = nearest(list(index), INITIAL_GAMMA)
-        others = sorted(index.keys() - {first}, key=lambda gamma: (gamma == 0, gamma))
+        first_gamma = nearest_gamma(list(index), INITIAL_GAMMA)
+        other_gammas = sorted(index.keys() - {first_gamma}, key=lambda gamma: (gamma == 0, gamma))
         self._window_steps = window_steps
         self._bins = defaultdict[int, _Bin](
-            lambda: _Bin(index[first], [index[gamma] for gamma in others])
+            lambda: _Bin(index[first_gamma], [index[gamma] for gamma in other_gammas])
         )
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
@@ -172,15 +178,19 @@ class GoodputProbe:
 
     def observe(self, record: StepRecord, _: float) -> None:
         """Averages the step's tokens/second; every window ends in a decision."""
-        found = self._bins[bisect_left(_BIN_ENDS, record.batch_size)]
+        current_bin = self._bins[bisect_left(_BIN_ENDS, record.batch_size)]
         rate = (record.batch_size + accepted_tokens(record.counts)) / record.step_seconds
-        before = found.rates.get(record.arm)
-        found.rates[record.arm] = rate if before is None else before + EWMA_WEIGHT * (rate - before)
-        found.steps += 1
-        if found.steps >= self._window_steps:
-            found.steps = 0
-            if found.to_probe:
-                found.running = found.to_probe.pop(0)
+        previous_rate = current_bin.rates.get(record.arm)
+        current_bin.rates[record.arm] = (
+            rate if previous_rate is None else previous_rate + EWMA_WEIGHT * (rate - previous_rate)
+        )
+        current_bin.steps += 1
+        if current_bin.steps >= self._window_steps:
+            current_bin.steps = 0
+            if current_bin.to_probe:
+                current_bin.running = current_bin.to_probe.pop(0)
                 return
-            enough = max(found.rates.values()) / (1 + MARGIN)
-            found.running = next(a for a in self._ascending if found.rates.get(a, 0.0) >= enough)
+            rate_threshold = max(current_bin.rates.values()) / (1 + MARGIN)
+            current_bin.running = next(
+                a for a in self._ascending if current_bin.rates.get(a, 0.0) >= rate_threshold
+            )

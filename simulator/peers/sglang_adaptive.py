@@ -33,7 +33,7 @@ from typing import Any
 
 from controller.core.engine_spec import Arm
 from controller.core.errors import SpeculationError
-from simulator.peers.common import by_gamma, first_drafter, nearest
+from simulator.peers.common import arms_by_gamma, first_drafter, nearest_gamma
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -41,7 +41,7 @@ NAME = "sglang-adaptive"
 INITIAL_STEPS = 3
 # As `generate_decode_cuda_graph_batch_sizes` lists them for an H100, up to 256.
 GRAPH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
-_MODULE = "sglang.srt.speculative.adaptive_spec_params"
+_MODULE_NAME = "sglang.srt.speculative.adaptive_spec_params"
 
 
 class PeerUnavailableError(SpeculationError):
@@ -69,10 +69,10 @@ class SGLangAdaptive:
         graph_sizes: Sequence[int] = GRAPH_SIZES,
         warm: bool = True,
     ) -> None:
-        index = by_gamma(arms, first_drafter(arms))
+        index = arms_by_gamma(arms, first_drafter(arms))
         self._choices = {gamma: ArmChoice(i, asleep=not warm) for gamma, i in index.items()}
         # Any: the package has no types, see the configuration of mypy.
-        self.params: Any = _make_params(tuple(index), nearest(list(index), initial_steps))
+        self.params: Any = _make_params(tuple(index), nearest_gamma(list(index), initial_steps))
         self.params.set_cuda_graph_bs(list(graph_sizes))
         self._steps_for_batch = self.params.get_steps_for_batch
 
@@ -102,17 +102,17 @@ def available_config(
 
 def _available_steps(candidates: Sequence[int], gammas: Sequence[int]) -> list[int]:
     positive = [gamma for gamma in gammas if gamma > 0]
-    wanted = [steps for steps in candidates if steps > 0]
-    kept = {steps for steps in wanted if steps in positive}
-    if not kept and positive:
-        kept = {nearest(positive, steps) for steps in wanted}
+    positive_candidates = [steps for steps in candidates if steps > 0]
+    available = {steps for steps in positive_candidates if steps in positive}
+    if not available and positive:
+        available = {nearest_gamma(positive, steps) for steps in positive_candidates}
     if 0 in candidates and 0 in gammas:
-        kept.add(0)
-    return sorted(kept or {nearest(gammas, steps) for steps in candidates})
+        available.add(0)
+    return sorted(available or {nearest_gamma(gammas, steps) for steps in candidates})
 
 
 def _make_params(gammas: Sequence[int], initial_steps: int) -> Any:
-    module = _import()
+    module = _import_module()
     default = module.DEFAULT_ADAPTIVE_CONFIG
     config = available_config(default, gammas)
     if config == default:
@@ -123,14 +123,14 @@ def _make_params(gammas: Sequence[int], initial_steps: int) -> Any:
         return module.AdaptiveSpeculativeParams(initial_steps, cfg_path=str(path))
 
 
-def _import() -> Any:
+def _import_module() -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module(_MODULE)
+            return importlib.import_module(_MODULE_NAME)
     except (ImportError, OSError) as error:  # OSError: a library of torch or the kernels is missing
         raise PeerUnavailableError(
             NAME,
-            f"importing {_MODULE} failed ({error})",
+            f"importing {_MODULE_NAME} failed ({error})",
             "install SGLang, 0.5.23 or newer, into this environment: `pip install sglang`",
         ) from error

@@ -13,7 +13,7 @@ from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
 
-class Static:
+class StaticPolicy:
     """Runs arms[arm_index] in every step.  Raises InvalidInputError for no such arm.
 
     rules: the rules by which an arm of a mixture chooses each row's drafter.

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
-from simulator.peers.common import RelativeCosts, accepted_tokens, on_and_off
+from simulator.peers.common import RelativeCosts, accepted_tokens, on_and_off_choices
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -52,27 +52,27 @@ class TideThreshold:
         recheck_steps: int = 100,
         memory_sequences: float = 50.0,
     ) -> None:
-        self._on, off = on_and_off(arms, gamma, drafter)
+        self._on, off = on_and_off_choices(arms, gamma, drafter)
         self._off = off or self._on
         # With plain decoding alone, or without it, there is no choice.
-        self._fixed = arms[self._on.arm].gamma == 0 or off is None
+        self._has_no_choice = arms[self._on.arm].gamma == 0 or off is None
         self._recheck_steps = recheck_steps
-        self._memory = memory_sequences
+        self._memory_sequences = memory_sequences
         # The average, tokens a sequence and step; 0 before anything was seen.
         self.acceptance_length = 0.0
-        self._seen = 0
+        self._observed_sequences = 0
         self._off_steps = 0
-        if not self._fixed:
+        if not self._has_no_choice:
             self._costs = RelativeCosts(profile, [arms[self._on.arm]], arms[self._off.arm])
 
     def relative_cost(self, batch_size: int) -> float:
         """c(b) gamma + beta(b): the acceptance length at which speculation breaks even."""
-        return self._costs.at(batch_size)[0]
+        return self._costs.ratios_at(batch_size)[0]
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Drafts while the practical speedup at this batch is above 1."""
-        starting = self._fixed or self._seen < self._memory
-        if starting or self.acceptance_length > self.relative_cost(batch_size):
+        always_drafts = self._has_no_choice or self._observed_sequences < self._memory_sequences
+        if always_drafts or self.acceptance_length > self.relative_cost(batch_size):
             self._off_steps = 0
             return self._on
         self._off_steps += 1
@@ -86,9 +86,9 @@ class TideThreshold:
         if len(record.counts) < 2:
             return
         length = 1.0 + accepted_tokens(record.counts) / record.batch_size
-        if self._seen < self._memory:
-            self._seen += record.batch_size
-            weight = record.batch_size / self._seen
+        if self._observed_sequences < self._memory_sequences:
+            self._observed_sequences += record.batch_size
+            weight = record.batch_size / self._observed_sequences
         else:
-            weight = 1.0 - math.exp(-record.batch_size / self._memory)
+            weight = 1.0 - math.exp(-record.batch_size / self._memory_sequences)
         self.acceptance_length += weight * (length - self.acceptance_length)

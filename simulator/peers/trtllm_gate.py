@@ -66,33 +66,33 @@ class SpeculationGate:
         threshold: float = THRESHOLD,
         window: int = WINDOW_STEPS,
     ) -> None:
-        _require(schedule, threshold, window)
-        ranges, plain = _arms_of(arms, schedule, drafter or first_drafter(arms))
+        _require_valid(schedule, threshold, window)
+        ranges, plain = _arm_ranges(arms, schedule, drafter or first_drafter(arms))
         self._ends = [last for last, _ in ranges]
         # Past the last range, and once the gate is closed, the last choice serves.
         self._choices = [ArmChoice(arm) for arm in (*(arm for _, arm in ranges), plain)]
         self._threshold = threshold
-        self._window = window
+        self._window_steps = window
         self._rates: deque[float] = deque()
         self._sum = 0.0
-        self.closed = False
+        self.is_closed = False
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Drafts what the schedule says, unless the gate is closed."""
-        return self._choices[-1 if self.closed else bisect_left(self._ends, batch_size)]
+        return self._choices[-1 if self.is_closed else bisect_left(self._ends, batch_size)]
 
     def observe(self, record: StepRecord, _: float) -> None:
         """Moves the window by a step that drafted, and closes the gate if its mean is too low."""
         gamma = len(record.counts) - 1
-        if self.closed or gamma == 0:
+        if self.is_closed or gamma == 0:
             return
         rate = accepted_tokens(record.counts) / (record.batch_size * gamma)
         self._rates.append(rate)
         self._sum += rate
-        if len(self._rates) > self._window:
+        if len(self._rates) > self._window_steps:
             self._sum -= self._rates.popleft()
-        if len(self._rates) == self._window:
-            self.closed = self._sum < self._threshold * self._window
+        if len(self._rates) == self._window_steps:
+            self.is_closed = self._sum < self._threshold * self._window_steps
 
 
 def break_even_rate(
@@ -106,12 +106,12 @@ def break_even_rate(
 
     Raises InvalidInputError as well if the profile lacks one of the arms.
     """
-    _require(schedule, THRESHOLD, WINDOW_STEPS)
+    _require_valid(schedule, THRESHOLD, WINDOW_STEPS)
     drafter = drafter or first_drafter(arms)
     off = off_arm(arms, drafter)
     if off is None:
         return 0.0
-    ranges, _ = _arms_of(arms, schedule, drafter)
+    ranges, _ = _arm_ranges(arms, schedule, drafter)
     sizes = {cell.batch_size for cell in profile.cells}
     rates = []
     first = 1
@@ -119,13 +119,13 @@ def break_even_rate(
         gamma = arms[arm].gamma
         if gamma > 0:
             costs = RelativeCosts(profile, [arms[arm]], arms[off])
-            inside = {first, last, *(size for size in sizes if first <= size <= last)}
-            rates += [(costs.at(size)[0] - 1) / gamma for size in inside]
+            sizes_in_range = {first, last, *(size for size in sizes if first <= size <= last)}
+            rates += [(costs.ratios_at(size)[0] - 1) / gamma for size in sizes_in_range]
         first = last + 1
     return min(max(min(rates, default=0.0), 0.0), 1.0)
 
 
-def _arms_of(
+def _arm_ranges(
     arms: Sequence[Arm], schedule: Schedule, drafter: str
 ) -> tuple[list[tuple[int, int]], int]:
     """Returns (largest batch size, index in `arms`) of each range, ascending, and the arm for off.
@@ -140,7 +140,7 @@ def _arms_of(
     ], plain
 
 
-def _require(schedule: Schedule, threshold: float, window: int) -> None:
+def _require_valid(schedule: Schedule, threshold: float, window: int) -> None:
     fault = "" if schedule else "the schedule lists no batch size"
     for last, gamma in schedule:
         if last < 1 or gamma < 0:

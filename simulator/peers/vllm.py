@@ -41,7 +41,13 @@ from collections.abc import Mapping, Sequence
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
 from simulator.errors import InvalidInputError
-from simulator.peers.common import RelativeCosts, by_gamma, first_drafter, octave_range, off_arm
+from simulator.peers.common import (
+    RelativeCosts,
+    arms_by_gamma,
+    first_drafter,
+    octave_range,
+    off_arm,
+)
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -57,7 +63,7 @@ class BatchSchedule:
     origin = PolicyOrigin.RESTATED
 
     def __init__(self, arms: Sequence[Arm], arm_by_batch: Sequence[tuple[int, int, int]]) -> None:
-        self.table = _checked(arm_by_batch, len(arms))
+        self.table = _check_table(arm_by_batch, len(arms))
         # Up to where each range serves: a gap belongs to the range below it.
         self._ends = [first - 1 for first, _, _ in self.table[1:]]
         self._choices = [ArmChoice(arm) for _, _, arm in self.table]
@@ -70,20 +76,20 @@ class BatchSchedule:
         """Ignores the record, because the policy does not learn."""
 
 
-def _checked(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
+def _check_table(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
     table = tuple(sorted(entries))
     fault = "" if table else "no range is listed"
     if table and table[0][0] != 1:
         fault = f"the first range starts at {table[0][0]}, batch size 1 has no entry"
-    below = 0
+    previous_last = 0
     for first, last, arm in table:
         if first > last:
             fault = fault or f"range {first}..{last} ends before it starts"
-        if first <= below:
+        if first <= previous_last:
             fault = fault or f"range {first}..{last} overlaps the one below it"
         if not 0 <= arm < arms:
             fault = fault or f"range {first}..{last}: arm {arm} does not exist, there are {arms}"
-        below = last
+        previous_last = last
     if fault:
         raise InvalidInputError(_SOURCE, 0, fault)
     return table
@@ -106,8 +112,8 @@ def best_table(sums: Sequence[Mapping[int, Sequence[float]]]) -> Table:
         raise InvalidInputError(_SOURCE, 0, "no arm was measured at any batch size")
     table = []
     for index in range(max(best) + 1):
-        met = min(best, key=lambda other: (abs(other - index), other))
-        table.append((*octave_range(index), best[met][1]))
+        nearest_octave = min(best, key=lambda candidate: (abs(candidate - index), candidate))
+        table.append((*octave_range(index), best[nearest_octave][1]))
     return tuple(table)
 
 
@@ -139,7 +145,7 @@ class AdaptiveK:
         recheck_steps: int = RECHECK_STEPS,
     ) -> None:
         drafter = drafter or first_drafter(arms)
-        index = by_gamma(arms, drafter)
+        index = arms_by_gamma(arms, drafter)
         if (off := off_arm(arms, drafter)) is not None:
             index = {0: off, **{gamma: arm for gamma, arm in index.items() if gamma > 0}}
         self._gammas = list(index)
@@ -155,23 +161,23 @@ class AdaptiveK:
         self._window = 0
         self._current = -1
         self._cooldown = 0
-        self._asked = 0
+        self._choice_count = 0
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the best K for this batch, or the present one shortly after a change."""
-        self._asked += 1
+        self._choice_count += 1
         if self._cooldown > 0:
             self._cooldown -= 1
-        elif (best := self._best(batch_size)) != self._current:
+        elif (best := self._best_index(batch_size)) != self._current:
             self._cooldown = COOLDOWN_STEPS if self._current >= 0 else 0
             self._current = best
-        recheck = -self._asked % self._recheck_steps < WINDOW_STEPS
+        recheck = -self._choice_count % self._recheck_steps < WINDOW_STEPS
         longest = len(self._choices) - 1
         return self._choices[min(self._current + recheck, longest)]
 
-    def _best(self, batch_size: int) -> int:
+    def _best_index(self, batch_size: int) -> int:
         """Returns the index of the K with the highest goodput, the shorter one of two."""
-        costs = self._prices(batch_size)
+        costs = self._step_costs(batch_size)
         best, best_goodput = 0, 0.0
         expected, survival, position = 1.0, 1.0, 0
         for i, gamma in enumerate(self._gammas):
@@ -183,9 +189,9 @@ class AdaptiveK:
                 best, best_goodput = i, goodput
         return best
 
-    def _prices(self, batch_size: int) -> Sequence[float]:
+    def _step_costs(self, batch_size: int) -> Sequence[float]:
         if self._costs is not None:
-            return self._costs.at(batch_size)
+            return self._costs.ratios_at(batch_size)
         penalty = BATCH_PENALTY * batch_size
         return [1 + gamma * DRAFT_COST + penalty if gamma else 1.0 for gamma in self._gammas]
 
@@ -200,15 +206,17 @@ class AdaptiveK:
             self._accepted[k] += reached
         self._window += 1
         if self._window == WINDOW_STEPS:
-            self._end_of_window()
+            self._finish_window()
 
-    def _end_of_window(self) -> None:
+    def _finish_window(self) -> None:
         for k, reached in enumerate(self._reached):
             if reached:
                 rate = self._accepted[k] / reached
-                before = self.acceptance[k]
-                weight = EMA_WEIGHT if before is not None else 1.0
-                self.acceptance[k] = (before or 0.0) + weight * (rate - (before or 0.0))
+                previous_rate = self.acceptance[k]
+                weight = EMA_WEIGHT if previous_rate is not None else 1.0
+                self.acceptance[k] = (previous_rate or 0.0) + weight * (
+                    rate - (previous_rate or 0.0)
+                )
         self._reached = [0] * len(self._reached)
         self._accepted = [0] * len(self._accepted)
         self._window = 0

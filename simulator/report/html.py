@@ -6,15 +6,22 @@ from html import escape
 
 import numpy as np
 
-from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table
+from controller.recording.html_page import (
+    Cell,
+    HighlightedCell,
+    html_document,
+    html_table,
+    inline_svg,
+    new_figure,
+)
 from simulator.report import text
-from simulator.report.bars import OURS, bars, is_peer, ours
+from simulator.report.bars import OURS, find_controller_report, is_peer, judge_bars
 from simulator.results import ScenarioReport, SimulationReport, Timeline
 
 
 def render_html(report: SimulationReport) -> str:
     """Renders the page.  Raises MissingPlotsError when matplotlib is not installed."""
-    return page("controller simulate", "\n".join(_body(report)))
+    return html_document("controller simulate", "\n".join(_body(report)))
 
 
 def _body(report: SimulationReport) -> Iterator[str]:
@@ -28,14 +35,15 @@ def _body(report: SimulationReport) -> Iterator[str]:
         "themselves, of the inverse of the mean latency per token. vllm-schedule is given its best "
         "table in hindsight.</p>"
     )
-    if any(map(ours, report.scenarios)):
+    if any(map(find_controller_report, report.scenarios)):
         yield "<h2>Bars</h2>"
         yield _table(
             ("demand", "wanted", "found", "", "where"),
             [
-                (bar.name, f"{bar.wanted:g}", f"{bar.found:.4g}",
-                 Marked("good", "holds") if bar.holds else Marked("bad", "missed"), bar.where)
-                for bar in bars(report)
+                (bar.name, f"{bar.required:g}", f"{bar.value:.4g}",
+                 HighlightedCell("good", "holds") if bar.holds else HighlightedCell("bad", "missed"),
+                 bar.worst_scenario)
+                for bar in judge_bars(report)
             ],
         )  # fmt: skip
         yield "<h2>Overview</h2>"
@@ -45,34 +53,34 @@ def _body(report: SimulationReport) -> Iterator[str]:
             text.OVERVIEW_COLUMNS, [row for _, row in text.overview_rows(report.scenarios)]
         )
     yield "<h2>Scenarios</h2>"
-    yield from map(_scenario, report.scenarios)
+    yield from map(_scenario_section, report.scenarios)
 
 
-def _scenario(scenario: ScenarioReport) -> str:
+def _scenario_section(scenario: ScenarioReport) -> str:
     rows = [text.scenario_row(p, intervals=True) for p in scenario.policies]
-    more = ""
+    extra_tables = ""
     if latencies := text.latency_rows(scenario):
-        more += "<p class=small>Latency: mean / median / 99th percentile.</p>"
-        more += _table(text.LATENCY_COLUMNS, latencies)
+        extra_tables += "<p class=small>Latency: mean / median / 99th percentile.</p>"
+        extra_tables += _table(text.LATENCY_COLUMNS, latencies)
     if loads := text.sustained_rows(scenario.sustained):
-        more += "<p class=small>Highest load within the latency bound.</p>"
-        more += _table(text.SUSTAINED_COLUMNS, loads)
+        extra_tables += "<p class=small>Highest load within the latency bound.</p>"
+        extra_tables += _table(text.SUSTAINED_COLUMNS, loads)
     plot = timeline_plot(scenario.timeline) if scenario.timeline is not None else ""
     return (
         f"<details><summary>{escape(scenario.name)}</summary>"
         f"<p class=small>{escape(scenario.description)}; {scenario.steps} steps, "
         f"{scenario.seeds} seeds, best static arm {escape(scenario.best_static)}</p>"
-        f"{_table(text.SCENARIO_COLUMNS, rows)}{more}{plot}</details>"
+        f"{_table(text.SCENARIO_COLUMNS, rows)}{extra_tables}{plot}</details>"
     )
 
 
 def _table(head: Iterable[str], rows: Sequence[Sequence[Cell]]) -> str:
-    return table(list(head), rows, marked=[row[0] == OURS for row in rows])
+    return html_table(list(head), rows, marked=[row[0] == OURS for row in rows])
 
 
 _OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"
 _PEER_COLOURS = ("#4062bb", "#e0a030", "#8d5a97", "#59a5d8", "#7a7a7a", "#b8c04a", "#d98c8c")
-_STATIONARY = re.compile(r"stationary/(?P<cost>[^/]+)/(?P<kind>[^/]+)/B=(?P<batch>\d+)")
+_STATIONARY_NAME = re.compile(r"stationary/(?P<cost>[^/]+)/(?P<kind>[^/]+)/B=(?P<batch>\d+)")
 
 
 def overview_plot(report: SimulationReport) -> str:
@@ -88,10 +96,12 @@ def overview_plot(report: SimulationReport) -> str:
             for s in scenarios
         ]
         axes.scatter(points, rows, s=22, color=colour, label=name, alpha=0.85)
-    ours = [
+    controller_ratios = [
         next((p.ratio_to_oracle for p in s.policies if p.name == OURS), np.nan) for s in scenarios
     ]
-    axes.scatter(ours, rows, s=46, color=_OURS_COLOUR, marker="D", label=OURS, zorder=3)
+    axes.scatter(
+        controller_ratios, rows, s=46, color=_OURS_COLOUR, marker="D", label=OURS, zorder=3
+    )
     axes.axvline(1.0, color=_ORACLE_COLOUR, linewidth=1, linestyle="--")
     axes.set_yticks(rows, [s.name for s in scenarios], fontsize=8)
     axes.invert_yaxis()
@@ -99,49 +109,49 @@ def overview_plot(report: SimulationReport) -> str:
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.08 - 0.6 / len(scenarios)),
                 ncols=4, frameon=False)  # fmt: skip
-    return svg(figure, "ratio to the oracle by scenario and policy")
+    return inline_svg(figure, "ratio to the oracle by scenario and policy")
 
 
 def stationary_plot(report: SimulationReport) -> str:
     """Plots the controller's ratio to the oracle by cost, acceptance and batch; "" for none."""
     cells = {
-        (found["cost"], found["kind"], int(found["batch"])): p.ratio_to_oracle
+        (cell_match["cost"], cell_match["kind"], int(cell_match["batch"])): p.ratio_to_oracle
         for s in report.scenarios
         for p in s.policies
-        if p.name == OURS and (found := _STATIONARY.fullmatch(s.name))
+        if p.name == OURS and (cell_match := _STATIONARY_NAME.fullmatch(s.name))
     }
     if not cells:
         return ""
     rows = list(dict.fromkeys((cost, kind) for cost, kind, _ in cells))
     columns = sorted({batch for _, _, batch in cells})
-    table = np.array([[cells.get((*row, b), np.nan) for b in columns] for row in rows])
+    ratios = np.array([[cells.get((*row, b), np.nan) for b in columns] for row in rows])
     figure = new_figure(9.5, 1.0 + 0.27 * len(rows))
     axes = figure.subplots()
-    image = axes.imshow(table, aspect="auto", vmin=0.97, vmax=1.01, cmap="RdYlGn")
-    for (i, j), value in np.ndenumerate(table):
+    image = axes.imshow(ratios, aspect="auto", vmin=0.97, vmax=1.01, cmap="RdYlGn")
+    for (i, j), value in np.ndenumerate(ratios):
         if np.isfinite(value):
             axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=7)
     axes.set_xticks(range(len(columns)), [f"B = {b}" for b in columns])
     axes.set_yticks(range(len(rows)), [f"{cost}, {kind}" for cost, kind in rows], fontsize=8)
     figure.colorbar(image, ax=axes, label="controller / oracle, stationary", shrink=0.6)
-    return svg(figure, "stationary cells: controller over oracle")
+    return inline_svg(figure, "stationary cells: controller over oracle")
 
 
-def timeline_plot(line: Timeline) -> str:
+def timeline_plot(timeline: Timeline) -> str:
     """Plots batch size, draft length and rate over virtual time, with the oracle's."""
     figure = new_figure(9.5, 5.0)
     batch, gamma, rate = figure.subplots(3, 1, sharex=True)
-    batch.step(line.seconds, line.batch_size, color="#555555", where="pre")
+    batch.step(timeline.seconds, timeline.batch_size, color="#555555", where="pre")
     batch.set_ylabel("batch size")
-    gamma.step(line.oracle_seconds, line.oracle_gamma, color=_ORACLE_COLOUR, where="pre",
+    gamma.step(timeline.oracle_seconds, timeline.oracle_gamma, color=_ORACLE_COLOUR, where="pre",
                label="oracle", alpha=0.8)  # fmt: skip
-    gamma.step(line.seconds, line.gamma, color=_OURS_COLOUR, where="pre", label=OURS)
+    gamma.step(timeline.seconds, timeline.gamma, color=_OURS_COLOUR, where="pre", label=OURS)
     gamma.set_ylabel("draft length")
     gamma.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
-    rate.plot(line.oracle_seconds, line.oracle_rate, color=_ORACLE_COLOUR, alpha=0.8)
-    rate.plot(line.seconds, line.rate, color=_OURS_COLOUR)
+    rate.plot(timeline.oracle_seconds, timeline.oracle_rate, color=_ORACLE_COLOUR, alpha=0.8)
+    rate.plot(timeline.seconds, timeline.rate, color=_OURS_COLOUR)
     rate.set_ylabel("tokens/s")
     rate.set_xlabel("virtual seconds")
     for axes in (batch, gamma, rate):
         axes.grid(alpha=0.3)
-    return svg(figure, "batch size, draft length and rate over time")
+    return inline_svg(figure, "batch size, draft length and rate over time")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from controller.util.text import TextColumn, TextTable
-from simulator.report.bars import OURS, bars, best_peer, ours
+from simulator.report.bars import OURS, best_peer, find_controller_report, judge_bars
 from simulator.results import PolicyReport, ScenarioReport, SimulationReport, Spread, SustainedLoad
 
 # Title -> order in which columns are omitted in a narrow terminal, the highest first; 0: never.
@@ -21,7 +21,7 @@ LATENCY_COLUMNS = {"policy": 0, "ms a token from arrival": 1, "TPOT ms": 2, "end
 SUSTAINED_COLUMNS = {"policy": 0, "requests/s sustained": 0, "tokens/s sustained": 1}
 
 # Up to this many scenarios are shown policy by policy; more are shown only in the overview.
-_DETAILED = 6
+_MAX_DETAILED_SCENARIOS = 6
 
 
 def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
@@ -29,7 +29,7 @@ def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
     if not report.scenarios:
         yield "no scenario was run"
         return
-    if len(report.scenarios) <= _DETAILED:
+    if len(report.scenarios) <= _MAX_DETAILED_SCENARIOS:
         for scenario in report.scenarios:
             yield scenario_table(scenario)
             if rows := latency_rows(scenario):
@@ -39,7 +39,7 @@ def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
         if rows := sustained_rows(scenario.sustained):
             title = f"{scenario.name}: highest load within the latency bound"
             yield TextTable(title, _columns(SUSTAINED_COLUMNS), rows)
-    if any(map(ours, report.scenarios)):
+    if any(map(find_controller_report, report.scenarios)):
         yield overview_table(report)
         yield bars_table(report)
     yield (
@@ -84,26 +84,26 @@ def bars_table(report: SimulationReport) -> TextTable:
         ],
         [
             (
-                bar.name, f"{bar.wanted:g}", f"{bar.found:.4g}",
-                "holds" if bar.holds else "missed", bar.where,
+                bar.name, f"{bar.required:g}", f"{bar.value:.4g}",
+                "holds" if bar.holds else "missed", bar.worst_scenario,
             )
-            for bar in bars(report)
+            for bar in judge_bars(report)
         ],
     )  # fmt: skip
 
 
 # Columns with text; all others have numbers.
-_WORDS = {"policy", "origin", "scenario", "closest peer"}
+_TEXT_COLUMNS = {"policy", "origin", "scenario", "closest peer"}
 
 
 def _columns(priorities: Mapping[str, int]) -> list[TextColumn]:
     return [
-        TextColumn(title, title not in _WORDS, priority, {OURS: "bold"})
+        TextColumn(title, title not in _TEXT_COLUMNS, priority, {OURS: "bold"})
         for title, priority in priorities.items()
     ]
 
 
-def ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
+def format_ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
     """Formats 1.234 or 1.234 (1.200-1.270), and a missing value as "-"."""
     if value is None:
         return "-"
@@ -116,11 +116,11 @@ def scenario_row(p: PolicyReport, *, intervals: bool) -> tuple[str, ...]:
         p.name,
         p.origin.value,
         f"{p.tokens_per_second:.0f}",
-        ratio(p.ratio_to_oracle, p.ratio_to_oracle_ci),
-        ratio(p.ratio_to_best_static, p.ratio_to_best_static_ci if intervals else None),
-        ratio(p.ratio_to_off, p.ratio_to_off_ci if intervals else None),
-        *_behaviour(p)[:2],
-        *(_behaviour(p)[2:] if p.name == OURS else ("-", "-")),
+        format_ratio(p.ratio_to_oracle, p.ratio_to_oracle_ci),
+        format_ratio(p.ratio_to_best_static, p.ratio_to_best_static_ci if intervals else None),
+        format_ratio(p.ratio_to_off, p.ratio_to_off_ci if intervals else None),
+        *_behaviour_cells(p)[:2],
+        *(_behaviour_cells(p)[2:] if p.name == OURS else ("-", "-")),
         f"{p.tpot_ms:.2f}",
         f"{p.decision_microseconds:.1f}",
     )
@@ -131,16 +131,16 @@ def latency_rows(scenario: ScenarioReport) -> list[tuple[str, ...]]:
     return [
         (
             p.name,
-            _spread(p.latency.per_token, 1e3),
-            _spread(p.latency.tpot, 1e3),
-            _spread(p.latency.end_to_end, 1.0),
+            _format_spread(p.latency.per_token, 1e3),
+            _format_spread(p.latency.tpot, 1e3),
+            _format_spread(p.latency.end_to_end, 1.0),
         )
         for p in scenario.policies
         if p.latency is not None
     ]
 
 
-def _spread(latency: Spread, scale: float) -> str:
+def _format_spread(latency: Spread, scale: float) -> str:
     return " / ".join(f"{scale * value:.2f}" for value in (latency.mean, latency.p50, latency.p99))
 
 
@@ -159,22 +159,22 @@ def overview_rows(
     """Makes a row of OVERVIEW_COLUMNS for every scenario that the controller ran in."""
     rows: list[tuple[PolicyReport, tuple[str, ...]]] = []
     for scenario in scenarios:
-        if p := ours(scenario):
+        if p := find_controller_report(scenario):
             peer = best_peer(scenario)
             row = (
                 scenario.name,
-                ratio(p.ratio_to_oracle, p.ratio_to_oracle_ci),
-                ratio(p.ratio_to_best_static),
-                ratio(p.ratio_to_off),
+                format_ratio(p.ratio_to_oracle, p.ratio_to_oracle_ci),
+                format_ratio(p.ratio_to_best_static),
+                format_ratio(p.ratio_to_off),
                 peer or "-",
-                ratio(p.ratio_to_peers[peer]) if peer else "-",
-                *_behaviour(p),
+                format_ratio(p.ratio_to_peers[peer]) if peer else "-",
+                *_behaviour_cells(p),
             )
             rows.append((p, row))
     return rows
 
 
-def _behaviour(p: PolicyReport) -> tuple[str, ...]:
+def _behaviour_cells(p: PolicyReport) -> tuple[str, ...]:
     return (
         f"{p.switches_per_1000_steps:.1f}",
         "-" if p.recovery_steps is None else f"{p.recovery_steps:.0f}",

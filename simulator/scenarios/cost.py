@@ -23,17 +23,17 @@ from simulator.errors import InvalidInputError
 from simulator.scenarios import fields
 from simulator.step_costs import read_profile
 from simulator.surface import (
-    KINDS,
+    DRAFTER_KINDS_BY_NAME,
     CostSurface,
     MixtureCost,
+    add_mixtures,
     csv_surface,
     profile_sizes,
     profile_surface,
-    with_mixtures,
 )
 
 # Largest batch of a cost formula unless the engine's limit is given.
-_FORMULA_BATCH = 64
+_FORMULA_MAX_BATCH = 64
 # What a change of arm costs on an engine unless the file states it.
 SWITCH_SECONDS = 2e-4
 
@@ -126,8 +126,8 @@ class CostSection(fields.Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        source = self.the_one_of("published", "table", "profile", "formula")
-        meant = {
+        source = self.require_exactly_one("published", "table", "profile", "formula")
+        allowed_sources = {
             "gammas": {"published"},
             "extrapolate": {"published"},
             "kinds": {"table", "profile"},
@@ -135,49 +135,55 @@ class CostSection(fields.Section):
             "seconds_per_kv_token": {"published", "table", "profile"},
             "kv_reference": {"published", "table", "profile"},
         }
-        misplaced = [name for name, beside in meant.items() if source not in beside]
-        self.refuse_beside(source, *misplaced)
+        misplaced = [name for name, sources in allowed_sources.items() if source not in sources]
+        self.refuse_combination(source, *misplaced)
         return self
 
-    def surface(self, max_batch_size: int | None, folder: Path, place: fields.Place) -> CostSurface:
+    def make_surface(
+        self, max_batch_size: int | None, folder: Path, locations: fields.FieldLocations
+    ) -> CostSurface:
         """Makes the true costs.  max_batch_size: the engine's limit; None: what is known.
 
         folder: where relative files are.  Raises InvalidInputError, which names the field.
         """
-        surface = self._source(max_batch_size, folder, place)
+        surface = self._make_source_surface(max_batch_size, folder, locations)
         if self.drafters is not None:
-            known = [d.name for d in surface.drafters]
+            drafter_names = [d.name for d in surface.drafters]
             for i, name in enumerate(self.drafters):
-                if name not in known:
-                    fault = f"{name!r} is not one of {known}"
-                    raise place.fault(("cost", "drafters", i), fault)
-            surface = surface.only(*self.drafters)
+                if name not in drafter_names:
+                    fault = f"{name!r} is not one of {drafter_names}"
+                    raise locations.make_error(("cost", "drafters", i), fault)
+            surface = surface.with_drafters(*self.drafters)
         if self.mixtures:
-            with place.at("cost", "mixtures"):
+            with locations.errors_at("cost", "mixtures"):
                 mixtures = {name: section.cost() for name, section in self.mixtures.items()}
-                surface = with_mixtures(surface, mixtures)
-        return self._priced(surface)
+                surface = add_mixtures(surface, mixtures)
+        return self._with_prices(surface)
 
-    def _source(self, max_batch_size: int | None, folder: Path, place: fields.Place) -> CostSurface:
+    def _make_source_surface(
+        self, max_batch_size: int | None, folder: Path, locations: fields.FieldLocations
+    ) -> CostSurface:
         if self.published is not None:
-            with place.at("cost", "published"):
-                return _published(self.published, self.gammas, max_batch_size, self.extrapolate)
-        kinds = {**KINDS, **self.kinds}
+            with locations.errors_at("cost", "published"):
+                return _published_surface(
+                    self.published, self.gammas, max_batch_size, self.extrapolate
+                )
+        kinds = {**DRAFTER_KINDS_BY_NAME, **self.kinds}
         if self.table is not None:
-            with place.at("cost", "table"):
+            with locations.errors_at("cost", "table"):
                 files = {drafter: folder / name for drafter, name in self.table.items()}
                 return csv_surface(files, kinds, max_batch_size)
         if self.profile is not None:
-            with place.at("cost", "profile"):
+            with locations.errors_at("cost", "profile"):
                 profile = read_profile(folder / self.profile)
                 return profile_surface(self.profile, profile, kinds, max_batch_size)
         assert self.formula is not None
-        with place.at("cost", "formula"):
-            return formula_surface("formula", self.formula, max_batch_size or _FORMULA_BATCH)
+        with locations.errors_at("cost", "formula"):
+            return formula_surface("formula", self.formula, max_batch_size or _FORMULA_MAX_BATCH)
 
-    def _priced(self, surface: CostSurface) -> CostSurface:
-        def given(own: float | None, known: float) -> float:
-            return self.scale * (known if own is None else own)
+    def _with_prices(self, surface: CostSurface) -> CostSurface:
+        def scaled(override: float | None, source_value: float) -> float:
+            return self.scale * (source_value if override is None else override)
 
         kv_seconds = surface.kv_seconds
         if self.seconds_per_kv_token is not None:
@@ -189,19 +195,19 @@ class CostSection(fields.Section):
             kv_reference=surface.kv_reference if self.kv_reference is None else self.kv_reference,
             prefill_seconds_per_token=self.scale * surface.prefill_seconds_per_token,
             prefill_pass_seconds=self.scale * surface.prefill_pass_seconds,
-            catch_up_seconds_per_token=given(
+            catch_up_seconds_per_token=scaled(
                 self.catch_up_seconds_per_token, surface.catch_up_seconds_per_token
             ),
-            catch_up_pass_seconds=given(self.catch_up_pass_seconds, surface.catch_up_pass_seconds),
+            catch_up_pass_seconds=scaled(self.catch_up_pass_seconds, surface.catch_up_pass_seconds),
         )
 
 
 # The suite has a hundred scenarios on six tables.
 @lru_cache(maxsize=64)
-def _published(
+def _published_surface(
     name: str, gammas: tuple[int, ...] | None, max_batch_size: int | None, extrapolate: bool
 ) -> CostSurface:
-    return published.surface(name, gammas, max_batch_size, extrapolate=extrapolate)
+    return published.published_surface(name, gammas, max_batch_size, extrapolate=extrapolate)
 
 
 def formula_surface(name: str, formula: CostFormula, max_batch_size: int) -> CostSurface:
@@ -295,16 +301,16 @@ class ProfileSection(fields.Section):
             raise ValueError(f"a uniform noise of {self.noise:g} would make costs negative")
         return self
 
-    def measured(self, surface: CostSurface, place: fields.Place) -> Profile:
+    def make_profile(self, surface: CostSurface, locations: fields.FieldLocations) -> Profile:
         """Makes the profile that `controller profile` would write.  Raises InvalidInputError."""
         for drafter, factors in self.by_arm.items():
-            known = {arm.gamma for arm in surface.arms if arm.drafter == drafter}
+            known_gammas = {arm.gamma for arm in surface.arms if arm.drafter == drafter}
             for gamma in factors:
-                if gamma not in known:
+                if gamma not in known_gammas:
                     fault = f"there is no arm of {drafter!r} with draft length {gamma}"
-                    raise place.fault(("profile", "by_arm", drafter), fault)
+                    raise locations.make_error(("profile", "by_arm", drafter), fault)
         sizes = profile_sizes(surface.max_batch_size)
-        exact = surface.profile(
+        profile = surface.make_profile(
             FINGERPRINT,
             sizes,
             self._factors(surface, sizes),
@@ -312,11 +318,11 @@ class ProfileSection(fields.Section):
             self.context_term,
         )
         if self.factor == 1:
-            return exact
+            return profile
         return replace(
-            exact,
-            seconds_per_kv_token=self.factor * exact.seconds_per_kv_token,
-            catch_up_seconds_per_token=self.factor * exact.catch_up_seconds_per_token,
+            profile,
+            seconds_per_kv_token=self.factor * profile.seconds_per_kv_token,
+            catch_up_seconds_per_token=self.factor * profile.catch_up_seconds_per_token,
         )
 
     def _factors(self, surface: CostSurface, sizes: list[int]) -> NDArray[np.float64]:
@@ -332,16 +338,16 @@ class ProfileSection(fields.Section):
             factors[i] *= (
                 self.factor * drafting * self.by_arm.get(arm.drafter, {}).get(arm.gamma, 1.0)
             )
-        return factors * _over_batch(self.by_batch_size, sizes)
+        return factors * _interpolate_factors(self.by_batch_size, sizes)
 
 
-def _over_batch(factors: Mapping[int, float], sizes: list[int]) -> NDArray[np.float64]:
+def _interpolate_factors(factors: Mapping[int, float], sizes: list[int]) -> NDArray[np.float64]:
     """Returns [sizes] factors, interpolated between the given ones."""
     if not factors:
         return np.ones(len(sizes))
-    known = sorted(factors)
-    at = [math.log(size) for size in sizes]
-    found: NDArray[np.float64] = np.interp(
-        at, [math.log(size) for size in known], [factors[size] for size in known]
+    known_sizes = sorted(factors)
+    log_sizes = [math.log(size) for size in sizes]
+    interpolated: NDArray[np.float64] = np.interp(
+        log_sizes, [math.log(size) for size in known_sizes], [factors[size] for size in known_sizes]
     )
-    return found
+    return interpolated

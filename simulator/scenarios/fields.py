@@ -20,44 +20,44 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def the_one_of(self, *names: str) -> str:
+    def require_exactly_one(self, *names: str) -> str:
         """Returns the one of these fields that is set.  Raises ValueError unless exactly one is."""
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) == 1:
-            return given[0]
+        set_fields = [name for name in names if getattr(self, name) is not None]
+        if len(set_fields) == 1:
+            return set_fields[0]
         if len(names) == 2:
             raise ValueError(f"either {' or '.join(names)} is needed")
-        found = " and ".join(given) or "nothing"
-        raise ValueError(f"one of {', '.join(names)} is needed; there is {found}")
+        given_text = " and ".join(set_fields) or "nothing"
+        raise ValueError(f"one of {', '.join(names)} is needed; there is {given_text}")
 
-    def refuse_beside(self, other: str, *names: str) -> None:
+    def refuse_combination(self, other_field: str, *names: str) -> None:
         """Raises ValueError for the first of these fields that differs from its default."""
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].get_default(
                 call_default_factory=True
             ):
-                raise ValueError(f"{name} has no meaning beside {other}")
+                raise ValueError(f"{name} has no meaning beside {other_field}")
 
 
-def _number(value: Any) -> Any:
+def _require_number(value: Any) -> Any:
     # Pydantic would accept true and "1" as numbers.
     if isinstance(value, bool | str):
         raise PydanticCustomError("number", "a number is needed")
     return value
 
 
-Number = Annotated[float, BeforeValidator(_number)]
-Whole = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_require_number)]
+Integer = Annotated[int, BeforeValidator(_require_number)]
 
 Seconds = Annotated[Number, Field(ge=0, le=MAX_STEP_SECONDS)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Factor = Annotated[Number, Field(ge=0.01, le=100)]
 # Standard deviation of a logarithm.
 LogSpread = Annotated[Number, Field(ge=0, lt=2)]
-BatchSize = Annotated[Whole, Field(ge=1, le=MAX_BATCH_SIZE)]
-Gamma = Annotated[Whole, Field(ge=0, le=MAX_GAMMA)]
+BatchSize = Annotated[Integer, Field(ge=1, le=MAX_BATCH_SIZE)]
+Gamma = Annotated[Integer, Field(ge=0, le=MAX_GAMMA)]
 MeanLength = Annotated[Number, Field(ge=1, le=1e7)]
-SeedNumber = Annotated[Whole, Field(ge=0, lt=2**63)]
+SeedNumber = Annotated[Integer, Field(ge=0, lt=2**63)]
 DrafterName = Annotated[str, Field(min_length=1, max_length=64)]
 KindName = Annotated[str, Field(min_length=1, max_length=64)]
 FileName = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -70,7 +70,7 @@ FieldPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FieldLocations:
     """Locations of the fields of a scenario file.
 
     source: the file, or the scenario's name if it was not read from one.  lines: line of the key of
@@ -80,26 +80,28 @@ class Place:
     source: str | Path
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
 
-    def fault(self, path: FieldPath, text: str) -> InvalidInputError:
+    def make_error(self, path: FieldPath, text: str) -> InvalidInputError:
         """Returns the error about a field, at its line or that of the nearest section around it."""
-        near = path
-        while near and near not in self.lines:
-            near = near[:-1]
-        where = dotted(path)
+        nearest_path = path
+        while nearest_path and nearest_path not in self.lines:
+            nearest_path = nearest_path[:-1]
+        dotted_path = format_path(path)
         return InvalidInputError(
-            self.source, self.lines.get(near, 0), f"{where}: {text}" if where else text
+            self.source,
+            self.lines.get(nearest_path, 0),
+            f"{dotted_path}: {text}" if dotted_path else text,
         )
 
     @contextmanager
-    def at(self, *path: str | int) -> Iterator[None]:
+    def errors_at(self, *path: str | int) -> Iterator[None]:
         """Converts errors of the simulator's inputs inside the block to errors about this field."""
         try:
             yield
         except SpeculationError as error:
-            raise self.fault(path, " ".join(str(error).split())) from error
+            raise self.make_error(path, " ".join(str(error).split())) from error
 
 
-def dotted(path: FieldPath) -> str:
+def format_path(path: FieldPath) -> str:
     """Formats the path of a field, such as phases[2].batch."""
     text = ""
     for part in path:

@@ -2,7 +2,7 @@
 
 YAML text is parsed to a checked `ScenarioFile` with the location of every field, and then made into
 a `Scenario`.  The suite has published costs, drawn acceptance, and all known failure modes; each of
-its scenarios is a short file in `standard`.
+its scenarios is a short file in `standard_scenarios`.
 """
 
 import re
@@ -20,25 +20,25 @@ from controller.core.cost.profile import Profile
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
-    fault,
     load_mapping,
     read_text,
+    yaml_error,
 )
 from simulator.engine import EngineOptions, Prefill
 from simulator.errors import InvalidInputError
-from simulator.reading import shown
 from simulator.scenarios import fields
 from simulator.scenarios.cost import CostSection, ProfileSection
-from simulator.scenarios.traffic import KindSection, sources
-from simulator.scenarios.work import ArrivalsSection, PhaseSection, closed_loop, open_loop
+from simulator.scenarios.traffic import KindSection, make_sources
+from simulator.scenarios.work import ArrivalsSection, PhaseSection, make_closed_loop, make_open_loop
 from simulator.sources import ClosedSource, OpenSource
 from simulator.surface import CostSurface
+from simulator.text_files import quote_value
 from simulator.workload import AcceptanceSource, Workload
 
-_MAX_BYTES = 1024 * 1024
-_MAX_KEY = 128
-FOLDER = Path(__file__).parent / "standard"
-_NAME = re.compile(r"^name:(.*)$", re.MULTILINE)
+_MAX_FILE_BYTES = 1024 * 1024
+_MAX_KEY_CHARACTERS = 128
+SUITE_FOLDER = Path(__file__).parent / "standard"
+_NAME_PATTERN = re.compile(r"^name:(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Scenario:
     sustained_tpot_p99_seconds: float | None = None
 
 
-_DEFAULT = EngineOptions()
+_DEFAULT_OPTIONS = EngineOptions()
 _ABOVE_ONE = Annotated[fields.Number, Field(ge=1, le=10_000)]
 
 
@@ -86,25 +86,25 @@ class EngineSection(fields.Section):
     """
 
     max_batch_size: fields.BatchSize | None = None
-    lag_steps: Annotated[fields.Whole, Field(ge=0, le=64)] = _DEFAULT.lag
-    step_noise: fields.LogSpread = _DEFAULT.noise
-    outlier_share: Annotated[fields.Share, Field(lt=1)] = _DEFAULT.outlier_share
-    outlier_factor: _ABOVE_ONE = _DEFAULT.outlier_factor
-    pace: fields.LogSpread = _DEFAULT.pace
-    prefill: Prefill = _DEFAULT.prefill
-    prefill_chunk_tokens: Annotated[fields.Whole, Field(ge=1, le=10_000_000)] = (
-        _DEFAULT.prefill_chunk_tokens
+    lag_steps: Annotated[fields.Integer, Field(ge=0, le=64)] = _DEFAULT_OPTIONS.lag
+    step_noise: fields.LogSpread = _DEFAULT_OPTIONS.noise
+    outlier_share: Annotated[fields.Share, Field(lt=1)] = _DEFAULT_OPTIONS.outlier_share
+    outlier_factor: _ABOVE_ONE = _DEFAULT_OPTIONS.outlier_factor
+    pace: fields.LogSpread = _DEFAULT_OPTIONS.pace
+    prefill: Prefill = _DEFAULT_OPTIONS.prefill
+    prefill_chunk_tokens: Annotated[fields.Integer, Field(ge=1, le=10_000_000)] = (
+        _DEFAULT_OPTIONS.prefill_chunk_tokens
     )
-    warm_factor: _ABOVE_ONE = _DEFAULT.warm_factor
-    stale_after: Annotated[fields.Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_after
-    stale_steps: Annotated[fields.Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_steps
-    stale_acceptance: fields.Share = _DEFAULT.stale_acceptance
+    warm_factor: _ABOVE_ONE = _DEFAULT_OPTIONS.warm_factor
+    stale_after: Annotated[fields.Integer, Field(ge=0, le=1_000_000)] = _DEFAULT_OPTIONS.stale_after
+    stale_steps: Annotated[fields.Integer, Field(ge=0, le=1_000_000)] = _DEFAULT_OPTIONS.stale_steps
+    stale_acceptance: fields.Share = _DEFAULT_OPTIONS.stale_acceptance
 
     def options(self, switch_seconds: float) -> EngineOptions:
         """Returns the options of the simulated engine."""
-        same = self.model_dump(exclude={"max_batch_size", "lag_steps", "step_noise"})
+        unchanged = self.model_dump(exclude={"max_batch_size", "lag_steps", "step_noise"})
         return EngineOptions(
-            lag=self.lag_steps, noise=self.step_noise, switch_seconds=switch_seconds, **same
+            lag=self.lag_steps, noise=self.step_noise, switch_seconds=switch_seconds, **unchanged
         )
 
 
@@ -123,52 +123,62 @@ class ScenarioFile(fields.Section):
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S(.*\S)?$")]
     group: Annotated[str, Field(min_length=1, max_length=64)] = "given"
     description: Annotated[str, Field(max_length=1000)] = ""
-    seeds: Annotated[fields.Whole, Field(ge=1, le=1000)] = 2
+    seeds: Annotated[fields.Integer, Field(ge=1, le=1000)] = 2
     moving: bool = False
     engine: EngineSection = EngineSection()
     cost: CostSection
     profile: ProfileSection | None = ProfileSection()
     traffic: Annotated[dict[fields.KindName, KindSection], Field(min_length=1, max_length=64)]
     phases: Annotated[tuple[PhaseSection, ...], Field(min_length=1)] | None = None
-    repeat: Annotated[fields.Whole, Field(ge=1, le=20_000)] = 1
-    requests: Annotated[fields.Whole, Field(ge=1, le=1_000_000)] = 256
+    repeat: Annotated[fields.Integer, Field(ge=1, le=20_000)] = 1
+    requests: Annotated[fields.Integer, Field(ge=1, le=1_000_000)] = 256
     arrivals: ArrivalsSection | None = None
     sustained_tpot_p99_seconds: Annotated[fields.Seconds, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _one_workload(self) -> Self:
-        if self.the_one_of("phases", "arrivals") == "arrivals":
-            self.refuse_beside("arrivals; they have their own", "repeat")
+        if self.require_exactly_one("phases", "arrivals") == "arrivals":
+            self.refuse_combination("arrivals; they have their own", "repeat")
         return self
 
-    def scenario(self, folder: Path | None = None, place: fields.Place | None = None) -> Scenario:
+    def make_scenario(
+        self, folder: Path | None = None, locations: fields.FieldLocations | None = None
+    ) -> Scenario:
         """Makes the scenario.
 
-        folder: where relative files are, by default the current one.  place: where the fields come
-        from, for errors.  Raises InvalidInputError, which names the field.
+        folder: where relative files are, by default the current one.  locations: where the fields
+        come from, for errors.  Raises InvalidInputError, which names the field.
         """
-        place = place or fields.Place(self.name)
+        locations = locations or fields.FieldLocations(self.name)
         folder = folder or Path()
-        surface = self.cost.surface(self.engine.max_batch_size, folder, place)
-        known = sources(self.traffic, folder, place)
-        for name, source in known.items():
-            _require_drafters(surface, source, place, "traffic", name)
+        surface = self.cost.make_surface(self.engine.max_batch_size, folder, locations)
+        sources_by_kind = make_sources(self.traffic, folder, locations)
+        for name, source in sources_by_kind.items():
+            _require_drafters(surface, source, locations, "traffic", name)
         workload: ClosedSource | OpenSource
         if self.arrivals is None:
             assert self.phases is not None
-            workload = closed_loop(
-                self.phases, self.repeat, self.requests, self.traffic, known, surface, place
+            workload = make_closed_loop(
+                self.phases,
+                self.repeat,
+                self.requests,
+                self.traffic,
+                sources_by_kind,
+                surface,
+                locations,
             )
         else:
             limit = surface.max_batch_size
-            workload = open_loop(self.arrivals, self.traffic, known, limit, folder, place)
+            workload = make_open_loop(
+                self.arrivals, self.traffic, sources_by_kind, limit, folder, locations
+            )
         return Scenario(
             self.name,
             self.group,
             self.description,
             surface,
             workload,
-            None if self.profile is None else self.profile.measured(surface, place),
+            None if self.profile is None else self.profile.make_profile(surface, locations),
             surface.max_batch_size,
             self.moving,
             self.seeds,
@@ -178,71 +188,73 @@ class ScenarioFile(fields.Section):
 
 
 def _require_drafters(
-    surface: CostSurface, source: AcceptanceSource, place: fields.Place, *path: str
+    surface: CostSurface, source: AcceptanceSource, locations: fields.FieldLocations, *path: str
 ) -> None:
-    missing = [d.name for d in surface.plain.drafters if d.name not in source.drafters]
+    missing = [d.name for d in surface.without_mixtures.drafters if d.name not in source.drafters]
     if missing:
         fault = f"has no acceptance for drafter {missing[0]!r}, only for {list(source.drafters)}"
-        raise place.fault(path, fault)
+        raise locations.make_error(path, fault)
 
 
-class _Loader(StrictLoader):
+class _ScenarioLoader(StrictLoader):
     depth_max: ClassVar[int] = 12
     too_deep: ClassVar[str] = "no field of a scenario is that deep"
 
 
 # YAML 1.1 reads 1e-6 and 1.5e3 as texts, because a point or a sign is missing.
-_Loader.add_implicit_resolver(
+_ScenarioLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
 
 
-def read_scenario_file(path: Path) -> tuple[ScenarioFile, fields.Place]:
+def read_scenario_file(path: Path) -> tuple[ScenarioFile, fields.FieldLocations]:
     """Reads and checks a file.
 
     Raises InvalidInputError, which names the file, the line and the field.
     """
     try:
-        text = read_text(path, _MAX_BYTES)
-        found = load_mapping(text, _Loader, _lines)
+        text = read_text(path, _MAX_FILE_BYTES)
+        mapping = load_mapping(text, _ScenarioLoader, _key_lines)
     except StrictYamlError as error:
         raise InvalidInputError(path, error.line, str(error)) from error
-    values, lines = found or ({}, {})
-    place = fields.Place(path, lines)
-    return parse_scenario(values, place), place
+    values, lines = mapping or ({}, {})
+    locations = fields.FieldLocations(path, lines)
+    return parse_scenario(values, locations), locations
 
 
 def load_scenario(path: Path) -> Scenario:
     """Makes the scenario of a file.  Raises InvalidInputError, which names file and field."""
-    file, place = read_scenario_file(path)
-    return file.scenario(path.parent, place)
+    file, locations = read_scenario_file(path)
+    return file.make_scenario(path.parent, locations)
 
 
-def parse_scenario(values: Mapping[str, Any], place: fields.Place) -> ScenarioFile:
+def parse_scenario(values: Mapping[str, Any], locations: fields.FieldLocations) -> ScenarioFile:
     """Checks values as they are in a file.  Raises InvalidInputError about the first bad field."""
     try:
         return ScenarioFile.model_validate(values)
     except ValidationError as error:
-        raise _first_fault(error.errors(include_url=False), place) from error
+        raise _first_error(error.errors(include_url=False), locations) from error
 
 
-def _first_fault(errors: list[ErrorDetails], place: fields.Place) -> InvalidInputError:
+def _first_error(errors: list[ErrorDetails], locations: fields.FieldLocations) -> InvalidInputError:
     # An unknown field is the likely cause of a missing one.
     first = min(errors, key=lambda item: item["type"] != "extra_forbidden")
     path = tuple(part for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden":
-        return place.fault(path, "is not a field here; see docs/simulation.md for those there are")
+        return locations.make_error(
+            path, "is not a field here; see docs/simulation.md for those there are"
+        )
     if first["type"] == "missing":
-        return place.fault(path, "is missing")
+        return locations.make_error(path, "is missing")
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     value = first["input"]
-    quoted = "" if isinstance(value, dict | list) else f", not {shown(value)}"
-    return place.fault(path, f"{text}{quoted}")
+    quoted = "" if isinstance(value, dict | list) else f", not {quote_value(value)}"
+    return locations.make_error(path, f"{text}{quoted}")
 
 
-def _lines(root: yaml.MappingNode) -> dict[fields.FieldPath, int]:
+def _key_lines(root: yaml.MappingNode) -> dict[fields.FieldPath, int]:
     """Returns the line of every key and list item.  Raises MarkedYAMLError for a repeated key."""
     lines: dict[fields.FieldPath, int] = {}
 
@@ -253,11 +265,16 @@ def _lines(root: yaml.MappingNode) -> dict[fields.FieldPath, int]:
                 walk(item, (*path, i))
         elif isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode) or not 1 <= len(key.value) <= _MAX_KEY:
-                    raise fault(key, "this key is not a name; is there a space after its colon?")
+                if (
+                    not isinstance(key, yaml.ScalarNode)
+                    or not 1 <= len(key.value) <= _MAX_KEY_CHARACTERS
+                ):
+                    raise yaml_error(
+                        key, "this key is not a name; is there a space after its colon?"
+                    )
                 field = (*path, key.value)
                 if field in lines:
-                    raise fault(
+                    raise yaml_error(
                         key, f"{key.value} is set twice, first in line {lines[field]}; remove one"
                     )
                 lines[field] = key.start_mark.line + 1
@@ -267,32 +284,32 @@ def _lines(root: yaml.MappingNode) -> dict[fields.FieldPath, int]:
     return lines
 
 
-def standard(part: str = "") -> list[Scenario]:
+def standard_scenarios(part: str = "") -> list[Scenario]:
     """Loads the scenarios whose name contains `part`, in the order of the report."""
-    return [load_scenario(path) for name, path in _files().items() if part in name]
+    return [load_scenario(path) for name, path in _suite_files().items() if part in name]
 
 
 def scenario_text(name: str) -> str:
     """Returns the file of a scenario.  Raises InvalidInputError, which lists the names."""
-    path = _files().get(name)
+    path = _suite_files().get(name)
     if path is None:
-        fault = f"{name!r} is not in the suite; there are: {', '.join(_files())}"
+        fault = f"{name!r} is not in the suite; there are: {', '.join(_suite_files())}"
         raise InvalidInputError("--dump-scenario", 0, fault)
     return path.read_text(encoding="utf-8")
 
 
 @cache
-def _files() -> dict[str, Path]:
+def _suite_files() -> dict[str, Path]:
     """Returns name -> file.  Only the line with the name is parsed, because most are not used."""
-    found: dict[str, Path] = {}
-    for path in sorted(FOLDER.rglob("*.yaml"), key=_order):
-        match = _NAME.search(path.read_text(encoding="utf-8"))
+    file_by_name: dict[str, Path] = {}
+    for path in sorted(SUITE_FOLDER.rglob("*.yaml"), key=_numeric_sort_key):
+        match = _NAME_PATTERN.search(path.read_text(encoding="utf-8"))
         assert match is not None, f"{path} has no name"
-        found[str(yaml.safe_load(match[1]))] = path
-    return found
+        file_by_name[str(yaml.safe_load(match[1]))] = path
+    return file_by_name
 
 
-def _order(path: Path) -> list[tuple[int, str]]:
+def _numeric_sort_key(path: Path) -> list[tuple[int, str]]:
     """Sorts numbers in file names by their value."""
-    parts = re.split(r"(\d+)", str(path.relative_to(FOLDER).with_suffix("")))
+    parts = re.split(r"(\d+)", str(path.relative_to(SUITE_FOLDER).with_suffix("")))
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]

@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.acceptance_trace import AcceptanceTrace
-from simulator.chain import Chain, Memory
-from simulator.copying import Copying
-from simulator.curves import Curves, conditional, geometric
+from simulator.copying import CopyingSource
+from simulator.correlated_curves import AcceptanceMemory, CorrelatedCurves
+from simulator.curves import IndependentCurves, conditional_curve, geometric_curve
 from simulator.scenarios import fields
-from simulator.sources import MeanTokens, Mixture
+from simulator.sources import KindMixture, MeanTokens
 from simulator.workload import AcceptanceSource
 
 _Curve = Annotated[tuple[fields.Share, ...], Field(min_length=1, max_length=MAX_GAMMA)]
@@ -24,15 +24,15 @@ _OUTPUT_MEAN, _CONTEXT_MEAN = 256.0, 384.0
 class DrafterMemorySection(fields.Section):
     """The correlation of neighbouring tokens and requests; see `chain.Memory`."""
 
-    level_spread: fields.Number = Memory().level_spread
-    drift_spread: fields.Number = Memory().drift_spread
-    drift_requests: fields.Number = Memory().drift_requests
-    passage_spread: fields.Number = Memory().passage_spread
-    passage_tokens: fields.Number = Memory().passage_tokens
+    level_spread: fields.Number = AcceptanceMemory().level_spread
+    drift_spread: fields.Number = AcceptanceMemory().drift_spread
+    drift_requests: fields.Number = AcceptanceMemory().drift_requests
+    passage_spread: fields.Number = AcceptanceMemory().passage_spread
+    passage_tokens: fields.Number = AcceptanceMemory().passage_tokens
 
-    def memory(self) -> Memory:
+    def memory(self) -> AcceptanceMemory:
         """Returns the memory.  Raises InvalidInputError for values out of range."""
-        return Memory(**self.model_dump(include=set(DrafterMemorySection.model_fields)))
+        return AcceptanceMemory(**self.model_dump(include=set(DrafterMemorySection.model_fields)))
 
 
 class MemorySection(DrafterMemorySection):
@@ -45,10 +45,10 @@ class MemorySection(DrafterMemorySection):
     by_drafter: dict[fields.DrafterName, DrafterMemorySection] = Field(default_factory=dict)
     correlation: fields.Number = 0.25
 
-    def of(self, drafter: str) -> Memory:
+    def drafter_memory(self, drafter: str) -> AcceptanceMemory:
         """Returns the memory of a drafter.  Raises InvalidInputError for values out of range."""
-        own = self.by_drafter.get(drafter)
-        changes = {} if own is None else own.model_dump(exclude_unset=True)
+        override = self.by_drafter.get(drafter)
+        changes = {} if override is None else override.model_dump(exclude_unset=True)
         return self.model_copy(update=changes).memory()
 
 
@@ -66,7 +66,7 @@ class TraceSection(fields.Section):
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
-        self.the_one_of("requests", "rounds")
+        self.require_exactly_one("requests", "rounds")
         return self
 
     def source(self, folder: Path) -> AcceptanceTrace:
@@ -81,17 +81,17 @@ class TraceSection(fields.Section):
 class CopyingSection(fields.Section):
     """Describes requests that copy from their prompt; see `copying.Copying`."""
 
-    model: fields.DrafterName = Copying("").model
-    lookup: fields.DrafterName = Copying("").lookup
-    copied: fields.Number = Copying("").copied
-    copied_spread: fields.Number = Copying("").copied_spread
-    copied_tokens: fields.Number = Copying("").copied_tokens
-    faithful: fields.Number = Copying("").faithful
-    easy: fields.Number = Copying("").easy
-    easy_copied: fields.Number = Copying("").easy_copied
-    easy_spread: fields.Number = Copying("").easy_spread
-    chance: fields.Number = Copying("").chance
-    chance_accepted: fields.Number = Copying("").chance_accepted
+    model: fields.DrafterName = CopyingSource("").model
+    lookup: fields.DrafterName = CopyingSource("").lookup
+    copied: fields.Number = CopyingSource("").copied
+    copied_spread: fields.Number = CopyingSource("").copied_spread
+    copied_tokens: fields.Number = CopyingSource("").copied_tokens
+    faithful: fields.Number = CopyingSource("").faithful
+    easy: fields.Number = CopyingSource("").easy
+    easy_copied: fields.Number = CopyingSource("").easy_copied
+    easy_spread: fields.Number = CopyingSource("").easy_spread
+    chance: fields.Number = CopyingSource("").chance
+    chance_accepted: fields.Number = CopyingSource("").chance_accepted
 
 
 class KindSection(fields.Section):
@@ -122,11 +122,13 @@ class KindSection(fields.Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        source = self.the_one_of("geometric", "positions", "survival", "copying", "trace", "mix")
+        source = self.require_exactly_one(
+            "geometric", "positions", "survival", "copying", "trace", "mix"
+        )
         if source in {"copying", "trace", "mix"}:
-            self.refuse_beside(source, "memory")
+            self.refuse_combination(source, "memory")
         if source != "mix":
-            self.refuse_beside(source, "labelled")
+            self.refuse_combination(source, "labelled")
         return self
 
     @property
@@ -138,61 +140,64 @@ class KindSection(fields.Section):
             context = _CONTEXT_MEAN if context is None else context
         return MeanTokens(output, context)
 
-    def curves(self, place: fields.Place, name: str) -> dict[str, list[float]]:
+    def curves(self, locations: fields.FieldLocations, name: str) -> dict[str, list[float]]:
         """Returns drafter -> conditional acceptance, up to the longest possible draft."""
         if self.geometric is not None:
-            return {drafter: geometric(a) for drafter, a in self.geometric.items()}
+            return {drafter: geometric_curve(a) for drafter, a in self.geometric.items()}
         if self.positions is not None:
             return {
                 drafter: [*curve, *[curve[-1]] * (MAX_GAMMA - len(curve))]
                 for drafter, curve in self.positions.items()
             }
-        found = {}
+        curve_by_drafter = {}
         for drafter, curve in (self.survival or {}).items():
-            with place.at("traffic", name, "survival", drafter):
-                found[drafter] = conditional(curve)
-        return found
+            with locations.errors_at("traffic", name, "survival", drafter):
+                curve_by_drafter[drafter] = conditional_curve(curve)
+        return curve_by_drafter
 
-    def source(self, name: str, folder: Path, place: fields.Place) -> AcceptanceSource:
+    def source(self, name: str, folder: Path, locations: fields.FieldLocations) -> AcceptanceSource:
         """Makes the source of a kind that is not a mix.  Raises InvalidInputError."""
         if self.trace is not None:
-            with place.at("traffic", name, "trace"):
+            with locations.errors_at("traffic", name, "trace"):
                 return self.trace.source(folder)
-        curves, mean = self.curves(place, name), self.mean_tokens
+        curves, mean = self.curves(locations, name), self.mean_tokens
         assert mean.output is not None
         assert mean.context is not None
         if self.copying is not None:
-            with place.at("traffic", name, "copying"):
-                return Copying(
+            with locations.errors_at("traffic", name, "copying"):
+                return CopyingSource(
                     name,
                     **self.copying.model_dump(),
                     output_tokens_mean=mean.output,
                     context_tokens_mean=mean.context,
                 )
         if self.memory is None:
-            return Curves(name, curves, mean.output, mean.context)
-        with place.at("traffic", name, "memory"):
-            memory = {drafter: self.memory.of(drafter) for drafter in curves}
-            return Chain(name, curves, memory, self.memory.correlation, mean.output, mean.context)
+            return IndependentCurves(name, curves, mean.output, mean.context)
+        with locations.errors_at("traffic", name, "memory"):
+            memory = {drafter: self.memory.drafter_memory(drafter) for drafter in curves}
+            return CorrelatedCurves(
+                name, curves, memory, self.memory.correlation, mean.output, mean.context
+            )
 
 
-def sources(
-    kinds: Mapping[str, KindSection], folder: Path, place: fields.Place
+def make_sources(
+    kinds: Mapping[str, KindSection], folder: Path, locations: fields.FieldLocations
 ) -> dict[str, AcceptanceSource]:
     """Returns kind -> its source; mixes are made of the others.  Raises InvalidInputError."""
-    found = {
-        name: kind.source(name, folder, place) for name, kind in kinds.items() if kind.mix is None
+    plain_sources = {
+        name: kind.source(name, folder, locations)
+        for name, kind in kinds.items()
+        if kind.mix is None
     }
     mixes = {}
     for name, kind in kinds.items():
         if kind.mix is None:
             continue
         for part in kind.mix:
-            if part not in found:
-                fault = (
-                    f"there is no kind {part!r}; a mix is made of {', '.join(found) or 'others'}"
-                )
-                raise place.fault(("traffic", name, "mix", part), fault)
-        parts = tuple(found[part] for part in kind.mix)
-        mixes[name] = Mixture(name, parts, tuple(kind.mix.values()), kind.labelled)
-    return {name: found.get(name) or mixes[name] for name in kinds}
+            if part not in plain_sources:
+                parts = ", ".join(plain_sources) or "others"
+                fault = f"there is no kind {part!r}; a mix is made of {parts}"
+                raise locations.make_error(("traffic", name, "mix", part), fault)
+        parts = tuple(plain_sources[part] for part in kind.mix)
+        mixes[name] = KindMixture(name, parts, tuple(kind.mix.values()), kind.labelled)
+    return {name: plain_sources.get(name) or mixes[name] for name in kinds}

@@ -17,23 +17,23 @@ from simulator.sources import (
     MeanTokens,
     OpenSource,
     PhaseSpec,
-    lengths,
+    draw_lengths,
     poisson_seconds,
     read_arrivals,
 )
 from simulator.surface import CostSurface
 from simulator.workload import AcceptanceSource, PhaseStart
 
-_PHASES_MAX = 20_000
-_REQUESTS_MAX = 5_000_000
-_SECONDS_MAX = 10_000_000
+_MAX_PHASES = 20_000
+_MAX_REQUESTS = 5_000_000
+_MAX_SECONDS = 10_000_000
 # Output tokens of all requests of a kind, which are held in memory.
-_POSITIONS_MAX = 200_000_000
+_MAX_POSITIONS = 200_000_000
 # The sample for the tokens per step: number of requests, and the limit of their mean length.
-_SAMPLE, _SAMPLE_TOKENS = 64, 1000.0
+_SAMPLE_REQUESTS, _SAMPLE_TOKENS = 64, 1000.0
 
-_Steps = Annotated[fields.Whole, Field(ge=1, le=100_000_000)]
-_Duration = Annotated[fields.Whole, Field(ge=1, le=10_000_000)]
+_Steps = Annotated[fields.Integer, Field(ge=1, le=100_000_000)]
+_Duration = Annotated[fields.Integer, Field(ge=1, le=10_000_000)]
 
 
 class PhaseSection(fields.Section):
@@ -56,7 +56,7 @@ class PhaseSection(fields.Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        self.the_one_of("tokens", "steps")
+        self.require_exactly_one("tokens", "steps")
         return self
 
 
@@ -80,10 +80,10 @@ class ArrivalsSection(fields.Section):
     """
 
     file: fields.FileName | None = None
-    limit: Annotated[fields.Whole, Field(ge=1)] | None = None
+    limit: Annotated[fields.Integer, Field(ge=1)] | None = None
     speed: fields.Factor = 1.0
     rates: Annotated[tuple[RateSection, ...], Field(min_length=1)] | None = None
-    repeat: Annotated[fields.Whole, Field(ge=1, le=100_000)] = 1
+    repeat: Annotated[fields.Integer, Field(ge=1, le=100_000)] = 1
     seed: fields.SeedNumber = 0
     kind: fields.KindName
     context_tokens_mean: fields.MeanLength | None = None
@@ -92,10 +92,10 @@ class ArrivalsSection(fields.Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self.the_one_of("file", "rates") == "rates":
-            self.refuse_beside("rates", "limit", "speed")
+        if self.require_exactly_one("file", "rates") == "rates":
+            self.refuse_combination("rates", "limit", "speed")
         else:
-            self.refuse_beside("file", "repeat", "context_tokens_mean", "output_tokens_mean")
+            self.refuse_combination("file", "repeat", "context_tokens_mean", "output_tokens_mean")
         return self
 
 
@@ -103,59 +103,61 @@ Kinds = Mapping[str, KindSection]
 Sources = Mapping[str, AcceptanceSource]
 
 
-def closed_loop(
+def make_closed_loop(
     phases: tuple[PhaseSection, ...],
     repeat: int,
     requests: int,
     kinds: Kinds,
     sources: Sources,
     surface: CostSurface,
-    place: fields.Place,
+    locations: fields.FieldLocations,
 ) -> ClosedSource:
     """Makes the closed loop of a list of phases that is run `repeat` times.
 
     requests: different ones of each kind, at least.
     """
-    if len(phases) * repeat > _PHASES_MAX:
-        fault = f"{repeat} times {len(phases)} phases are more than {_PHASES_MAX}"
-        raise place.fault(("repeat",), fault)
+    if len(phases) * repeat > _MAX_PHASES:
+        fault = f"{repeat} times {len(phases)} phases are more than {_MAX_PHASES}"
+        raise locations.make_error(("repeat",), fault)
     for i, phase in enumerate(phases):
-        require_kind(phase.kind, kinds, place, "phases", i, "kind")
-    worth = _StepWorth(surface)
+        require_kind(phase.kind, kinds, locations, "phases", i, "kind")
+    step_worth = _BestArmTokens(surface)
     specs = []
     for i, phase in enumerate(phases):
         if phase.batch > surface.max_batch_size:
             fault = (
                 f"{phase.batch} sequences are more than the {surface.max_batch_size} of the engine"
             )
-            raise place.fault(("phases", i, "batch"), fault)
+            raise locations.make_error(("phases", i, "batch"), fault)
         mean = kinds[phase.kind].mean_tokens
         if phase.context_tokens_mean is not None:
             mean = MeanTokens(mean.output, phase.context_tokens_mean)
-        _require_small(max(requests, 2 * phase.batch), mean, place, "phases", i)
+        _require_fits_memory(max(requests, 2 * phase.batch), mean, locations, "phases", i)
         if phase.begins is PhaseStart.CHANGED and (i or repeat > 1):
-            before = kinds[phases[i - 1].kind].mean_tokens
-            _require_equal_lengths(before, mean, place, "phases", i, "begins")
+            previous_mean = kinds[phases[i - 1].kind].mean_tokens
+            _require_equal_lengths(previous_mean, mean, locations, "phases", i, "begins")
         source = sources[phase.kind]
         if phase.tokens is not None:
             tokens = phase.batch * phase.tokens
         else:
             assert phase.steps is not None
-            tokens = max(1, round(phase.steps * worth.tokens(source, mean, phase.batch)))
+            tokens = max(
+                1, round(phase.steps * step_worth.tokens_per_step(source, mean, phase.batch))
+            )
         name = f"{phase.kind} x{phase.batch}"
         specs.append(PhaseSpec(name, source, phase.batch, tokens, phase.begins, mean))
     return ClosedSource(tuple(specs) * repeat, requests=requests)
 
 
-class _StepWorth:
+class _BestArmTokens:
     """Computes the true tokens per step of the best arm, from a sample of the requests."""
 
     def __init__(self, surface: CostSurface) -> None:
         # Mixtures are omitted, because their gain depends on rules.
-        self._surface = surface.plain
+        self._surface = surface.without_mixtures
         self._samples: dict[tuple[int, MeanTokens], tuple[NDArray[np.float64], float]] = {}
 
-    def tokens(self, source: AcceptanceSource, mean: MeanTokens, batch: int) -> float:
+    def tokens_per_step(self, source: AcceptanceSource, mean: MeanTokens, batch: int) -> float:
         """Returns tokens a step of `batch` sequences."""
         gained, context = self._sample(source, mean)
         seconds = self._surface.step_seconds(batch, batch * context)
@@ -170,73 +172,81 @@ class _StepWorth:
             rng = np.random.default_rng(0)
             output = None
             if mean.output is not None:
-                output = lengths(rng, _SAMPLE, min(mean.output, _SAMPLE_TOKENS))
-            pool = source.pool(rng, _SAMPLE, output)
+                output = draw_lengths(rng, _SAMPLE_REQUESTS, min(mean.output, _SAMPLE_TOKENS))
+            pool = source.pool(rng, _SAMPLE_REQUESTS, output)
             gained = [pool.tokens_per_step(d.name, d.gammas) for d in self._surface.drafters]
             context = float(pool.context_tokens.mean()) if mean.context is None else mean.context
-            half = float(pool.output_tokens.mean() if mean.output is None else mean.output) / 2
-            self._samples[key] = np.concatenate(gained), context + half
+            half_output = (
+                float(pool.output_tokens.mean() if mean.output is None else mean.output) / 2
+            )
+            self._samples[key] = np.concatenate(gained), context + half_output
         return self._samples[key]
 
 
-def _require_small(requests: int, mean: MeanTokens, place: fields.Place, *path: str | int) -> None:
-    if mean.output is not None and requests * mean.output > _POSITIONS_MAX:
+def _require_fits_memory(
+    requests: int, mean: MeanTokens, locations: fields.FieldLocations, *path: str | int
+) -> None:
+    if mean.output is not None and requests * mean.output > _MAX_POSITIONS:
         fault = f"{requests} requests of {mean.output:g} tokens are more than can be held in memory"
-        raise place.fault(path, fault)
+        raise locations.make_error(path, fault)
 
 
 def _require_equal_lengths(
-    before: MeanTokens, now: MeanTokens, place: fields.Place, *path: str | int
+    previous_mean: MeanTokens,
+    current_mean: MeanTokens,
+    locations: fields.FieldLocations,
+    *path: str | int,
 ) -> None:
-    if now.output is None or now.output != before.output:
-        raise place.fault(
+    if current_mean.output is None or current_mean.output != previous_mean.output:
+        raise locations.make_error(
             path,
             "running requests can change over only to a kind with the same output_tokens_mean; "
             "set it for both kinds",
         )
 
 
-def open_loop(
+def make_open_loop(
     section: ArrivalsSection,
     kinds: Kinds,
     sources: Sources,
     max_batch_size: int,
     folder: Path,
-    place: fields.Place,
+    locations: fields.FieldLocations,
 ) -> OpenSource:
     """Makes the open loop of recorded or drawn arrivals."""
-    require_kind(section.kind, kinds, place, "arrivals", "kind")
+    require_kind(section.kind, kinds, locations, "arrivals", "kind")
     if section.file is not None:
-        with place.at("arrivals", "file"):
-            found = read_arrivals(folder / section.file, section.limit, section.speed)
+        with locations.errors_at("arrivals", "file"):
+            recorded = read_arrivals(folder / section.file, section.limit, section.speed)
         return OpenSource(
-            sources[section.kind], found.arrival_seconds, found.context_tokens,
-            found.output_tokens, max_batch_size, section.window_seconds,
+            sources[section.kind], recorded.arrival_seconds, recorded.context_tokens,
+            recorded.output_tokens, max_batch_size, section.window_seconds,
         )  # fmt: skip
-    once = section.rates or ()
-    for i, rate in enumerate(once):
-        require_kind(rate.kind or section.kind, kinds, place, "arrivals", "rates", i, "kind")
-    seconds = section.repeat * sum(rate.seconds for rate in once)
-    expected = section.repeat * sum(rate.seconds * rate.requests_per_second for rate in once)
-    for value, unit, most in (
-        (seconds, "seconds", _SECONDS_MAX),
-        (expected, "requests", _REQUESTS_MAX),
+    rate_cycle = section.rates or ()
+    for i, rate in enumerate(rate_cycle):
+        require_kind(rate.kind or section.kind, kinds, locations, "arrivals", "rates", i, "kind")
+    seconds = section.repeat * sum(rate.seconds for rate in rate_cycle)
+    expected = section.repeat * sum(rate.seconds * rate.requests_per_second for rate in rate_cycle)
+    for value, unit, limit in (
+        (seconds, "seconds", _MAX_SECONDS),
+        (expected, "requests", _MAX_REQUESTS),
     ):
-        if value > most:
-            raise place.fault(("arrivals",), f"{value:.0f} {unit} are more than {most}")
-    rates = once * section.repeat
+        if value > limit:
+            raise locations.make_error(("arrivals",), f"{value:.0f} {unit} are more than {limit}")
+    rates = rate_cycle * section.repeat
     rng = np.random.default_rng(section.seed)
     times = poisson_seconds(rng, [(rate.seconds, rate.requests_per_second) for rate in rates])
     requests = len(times)
     if requests == 0:
-        raise place.fault(("arrivals", "rates"), "no request arrives; raise the rates")
+        raise locations.make_error(("arrivals", "rates"), "no request arrives; raise the rates")
     mean = kinds[section.kind].mean_tokens
     mean = MeanTokens(
         section.output_tokens_mean or mean.output, section.context_tokens_mean or mean.context
     )
-    _require_small(requests, mean, place, "arrivals")
+    _require_fits_memory(requests, mean, locations, "arrivals")
     context, output = (
-        None if m is None else lengths(rng, requests, m) for m in (mean.context, mean.output)
+        None if mean_length is None else draw_lengths(rng, requests, mean_length)
+        for mean_length in (mean.context, mean.output)
     )
     # An interval ends where the next one begins.
     ends = list(itertools.accumulate(rate.seconds for rate in rates))
@@ -252,7 +262,11 @@ def open_loop(
     )
 
 
-def require_kind(kind: str, kinds: Kinds, place: fields.Place, *path: str | int) -> None:
+def require_kind(
+    kind: str, kinds: Kinds, locations: fields.FieldLocations, *path: str | int
+) -> None:
     """Raises InvalidInputError about this field for a kind that `traffic` does not have."""
     if kind not in kinds:
-        raise place.fault(path, f"traffic has no kind {kind!r}; there are {', '.join(kinds)}")
+        raise locations.make_error(
+            path, f"traffic has no kind {kind!r}; there are {', '.join(kinds)}"
+        )

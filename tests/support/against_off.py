@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.comparison.contestants import controller
+from simulator.comparison.contestants import make_controller
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, simulate
 from simulator.policy import ArmChoice, Policy, Situation, StepRecord
@@ -29,7 +29,7 @@ WINDOW = 500
 BAR, SHARE_BELOW_BAR, FLOOR = 0.98, 0.001, 0.95
 
 
-class Watched:
+class WatchedPolicy:
     """A policy that is shown nothing more than before, and a record of the truth of its steps.
 
     expected: [kinds, arms] of E[accepted | arm], see `Truth`.
@@ -48,7 +48,7 @@ class Watched:
             [d.name for d in surface.drafters].index(arm.drafter) for arm in surface.arms
         ]
         self._gammas = [arm.gamma for arm in surface.arms]
-        self._off = self._gammas.index(0)
+        self._off_arm = self._gammas.index(0)
         self._situation: Situation | None = None
         self.arms: list[int] = []
         self.batch_sizes: list[int] = []
@@ -65,19 +65,19 @@ class Watched:
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The policy's choice, and what it is worth."""
         choice = self._policy.choose(batch_size, now)
-        there, arm = self._situation, choice.arm
-        assert there is not None
-        price = self._surface.step_seconds(batch_size, there.kv_tokens)
+        situation, arm = self._situation, choice.arm
+        assert situation is not None
+        price = self._surface.step_seconds(batch_size, situation.kv_tokens)
         seconds = float(price[arm])
         if self._gammas[arm] == 0 and not choice.asleep:
             seconds *= self._options.warm_factor
         change = 0.0
         if self._gammas[arm] > 0:
-            change += there.catch_up_seconds[self._drafter_of[arm]]
+            change += situation.catch_up_seconds[self._drafter_of[arm]]
         if self.arms and self.arms[-1] != arm:
             change += self._options.switch_seconds
-        accepted = float(there.running @ self._expected[:, arm]) * there.accepted_share
-        self.off_seconds.append(float(price[self._off]) * (1 + accepted / batch_size))
+        accepted = float(situation.running @ self._expected[:, arm]) * situation.accepted_share
+        self.off_seconds.append(float(price[self._off_arm]) * (1 + accepted / batch_size))
         self.seconds.append(seconds + change)
         self.change_seconds.append(change)
         self.arms.append(arm)
@@ -121,40 +121,42 @@ def against_off(
     """
     workload, surface, options = scenario.workload(seed), scenario.surface, scenario.options
     if by_request:
-        workload = _apart(workload)
+        workload = _kind_per_request(workload)
     expected = Truth(workload, surface).expected_by_kind()
-    watched = Watched(policy or controller(scenario), surface, options, expected)
+    watched = WatchedPolicy(policy or make_controller(scenario), surface, options, expected)
     simulate(workload, surface, watched, options, seed)
     steps = len(watched.arms)
     if steps < window:
         return None
-    off, taken = (
+    off_seconds, run_seconds = (
         np.concatenate(([0.0], np.cumsum(part))) for part in (watched.off_seconds, watched.seconds)
     )
-    ratios = (off[window:] - off[:-window]) / (taken[window:] - taken[:-window])
+    ratios = (off_seconds[window:] - off_seconds[:-window]) / (
+        run_seconds[window:] - run_seconds[:-window]
+    )
     begins = int(ratios.argmin())
-    here = slice(begins, begins + window)
+    worst_window = slice(begins, begins + window)
     return AgainstOff(
         float(ratios[begins]),
         begins,
-        float(off[-1] / taken[-1]),
+        float(off_seconds[-1] / run_seconds[-1]),
         steps,
-        sum(surface.arms[arm].gamma == 0 for arm in watched.arms[here]) / window,
-        sum(watched.probes[here]) / window,
-        sum(watched.change_seconds[here]) / sum(watched.seconds[here]),
+        sum(surface.arms[arm].gamma == 0 for arm in watched.arms[worst_window]) / window,
+        sum(watched.probes[worst_window]) / window,
+        sum(watched.change_seconds[worst_window]) / sum(watched.seconds[worst_window]),
     )
 
 
-def _apart(workload: Workload) -> Workload:
+def _kind_per_request(workload: Workload) -> Workload:
     """The same workload, in which every request is of a kind of its own."""
-    done: dict[int, RequestPool] = {}
+    pools: dict[int, RequestPool] = {}
 
-    def apart(pool: RequestPool) -> RequestPool:
-        if id(pool) not in done:
-            done[id(pool)] = replace(pool, kinds=np.arange(pool.requests))
-        return done[id(pool)]
+    def separate(pool: RequestPool) -> RequestPool:
+        if id(pool) not in pools:
+            pools[id(pool)] = replace(pool, kinds=np.arange(pool.requests))
+        return pools[id(pool)]
 
     if isinstance(workload, ClosedLoop):
-        phases = (replace(phase, pool=apart(phase.pool)) for phase in workload.phases)
+        phases = (replace(phase, pool=separate(phase.pool)) for phase in workload.phases)
         return ClosedLoop(tuple(phases))
-    return replace(workload, pool=apart(workload.pool))
+    return replace(workload, pool=separate(workload.pool))

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextmanager
-def answering(
+def serve_answers(
     answers: Mapping[str, object], redirect: str = "", keys: list[str | None] | None = None
 ) -> Iterator[str]:
     """Serves at the URL that it yields: JSON by path, or bytes as they are; 404 for the rest.
@@ -21,12 +21,12 @@ def answering(
         def do_GET(self) -> None:
             if keys is not None:
                 keys.append(self.headers["Authorization"])
-            found = answers.get(self.path)
-            self.send_response(200 if found is not None else 302 if redirect else 404)
-            if found is None and redirect:
+            answer = answers.get(self.path)
+            self.send_response(200 if answer is not None else 302 if redirect else 404)
+            if answer is None and redirect:
                 self.send_header("Location", redirect)
             self.end_headers()
-            self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
         def log_message(self, *_: Any) -> None:
             """Keeps quiet."""

@@ -16,13 +16,13 @@ def record_canvases() -> None:
 
     after_verify = OnlineUpdates.after_verify
 
-    def record(self: Any, found: Any, stride: int) -> None:
-        if len(found.request_ids) == 1:
+    def record(self: Any, verification: Any, stride: int) -> None:
+        if len(verification.request_ids) == 1:
             # The engine lists what waits for a device; this is no part of it.
             with torch._C.DisableTorchFunction():
-                line = [int(found.batch.seq_lens[0]), found.tokens.tolist()]
+                line = [int(verification.batch.seq_lens[0]), verification.tokens.tolist()]
             with Path(os.environ[CANVASES]).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        after_verify(self, found, stride)
+        after_verify(self, verification, stride)
 
     type.__setattr__(OnlineUpdates, "after_verify", record)

@@ -98,13 +98,13 @@ class ClockworkEngine:
         self.pace_seconds = 0.001
         self.api_key = ""
         self.prompts: list[list[int]] = []
-        self.ran: list[tuple[int, int]] = []  # (gamma, batch size) of every step
+        self.executed_steps: list[tuple[int, int]] = []  # (gamma, batch size) of every step
         self._address = address
         self._random = random.Random(7)
         self._lock = threading.Condition()
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._out: queue.Queue[service_pb2.SteerRequest | None] = queue.Queue()
+        self._outgoing: queue.Queue[service_pb2.SteerRequest | None] = queue.Queue()
         self._plan = plan_pb2.Plan()
         self._closed = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -121,8 +121,8 @@ class ClockworkEngine:
             request = service_pb2.IntroduceRequest(engine=self.spec, engine_secret="clockwork")
             opened = stub.Introduce(request, timeout=60)
             self._session, self._plan = opened.session_id, opened.plan
-            self._out.put(service_pb2.SteerRequest(session_id=self._session))
-            self._call = stub.Steer(iter(self._out.get, None))
+            self._outgoing.put(service_pb2.SteerRequest(session_id=self._session))
+            self._call = stub.Steer(iter(self._outgoing.get, None))
             self._start(self._take_plans)
         return self
 
@@ -133,7 +133,7 @@ class ClockworkEngine:
                 sequence.ended.set()
             self._lock.notify_all()
         if self._address:
-            self._out.put(None)
+            self._outgoing.put(None)
             self._call.cancel()
         self._http.shutdown()
         self._http.server_close()
@@ -247,16 +247,16 @@ class ClockworkEngine:
         self._visit += flags.switched
         seconds = (self.table(gamma, size) + K_KV * kv_tokens) * self.drift(self._visit)
         seconds *= max(1 + self.noise * self._random.gauss(0, 1), 0.5)
-        woken, self._missed = (self._missed, 0) if gamma else (0, self._missed + size)
-        woke = self.wake_seconds > 0 and woken > 0
-        seconds += self.wake_seconds * woken
+        missed_tokens, self._missed = (self._missed, 0) if gamma else (0, self._missed + size)
+        is_waking = self.wake_seconds > 0 and missed_tokens > 0
+        seconds += self.wake_seconds * missed_tokens
         if (
             self._random.random() < self.outliers
             or flags.after_gap
-            or (flags.switched and not woke)
+            or (flags.switched and not is_waking)
         ):
             seconds *= 10
-        self.ran.append((gamma, size))
+        self.executed_steps.append((gamma, size))
         report = engine_pb2.StepReport(
             step=step,
             batch_size=size,
@@ -272,7 +272,7 @@ class ClockworkEngine:
             counts = report.accepted_counts[: self.row_width + 1]
             report.groups.add(drafter=report.drafter, gamma=self.row_width, accepted_counts=counts)
         if self._address and not self._is_lost:
-            self._out.put(service_pb2.SteerRequest(session_id=self._session, reports=[report]))
+            self._outgoing.put(service_pb2.SteerRequest(session_id=self._session, reports=[report]))
 
 
 def _handler(engine: ClockworkEngine) -> type[BaseHTTPRequestHandler]:  # noqa: C901  # one case a path
@@ -282,7 +282,7 @@ def _handler(engine: ClockworkEngine) -> type[BaseHTTPRequestHandler]:  # noqa: 
         def do_GET(self) -> None:
             if self.path == "/health_generate":
                 return self._answer(200 if engine.healthy else 503)
-            if self._unauthorised():
+            if self._is_unauthorised():
                 return self._answer(401)
             if self.path == "/server_info":
                 return self._answer(
@@ -292,7 +292,7 @@ def _handler(engine: ClockworkEngine) -> type[BaseHTTPRequestHandler]:  # noqa: 
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self._unauthorised():
+            if self._is_unauthorised():
                 return self._answer(401)
             if self.path == "/v1/tokenize" and engine.has_tokenizer:
                 return self._answer(200, {"tokens": list(body["prompt"].encode())})
@@ -304,9 +304,9 @@ def _handler(engine: ClockworkEngine) -> type[BaseHTTPRequestHandler]:  # noqa: 
                 return self._answer(200)
             return self._answer(404)
 
-        def _unauthorised(self) -> bool:
-            wanted = f"Bearer {engine.api_key}"
-            return bool(engine.api_key) and self.headers["Authorization"] != wanted
+        def _is_unauthorised(self) -> bool:
+            expected_header = f"Bearer {engine.api_key}"
+            return bool(engine.api_key) and self.headers["Authorization"] != expected_header
 
         def _answer(self, status: int, body: Any = None) -> None:
             content = b"" if body is None else json.dumps(body).encode()

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 
-def commands_of(app: typer.Typer) -> dict[str, Any]:
+def list_commands(app: typer.Typer) -> dict[str, Any]:
     """Every command that does something, by its words; a group only if it runs by itself."""
     return dict(_commands(typer.main.get_command(app), ()))
 
@@ -15,5 +15,5 @@ def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]
     inner = getattr(command, "commands", None)
     if words and (inner is None or command.invoke_without_command):
         yield " ".join(words), command
-    for name, each in (inner or {}).items():
-        yield from _commands(each, (*words, name))
+    for name, subcommand in (inner or {}).items():
+        yield from _commands(subcommand, (*words, name))

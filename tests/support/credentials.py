@@ -23,14 +23,14 @@ def openssl(folder: Path, *words: str) -> None:
 def make_authority(folder: Path, names: list[str], addresses: Sequence[str] = ()) -> None:
     """ca.pem, and NAME.pem with NAME.key for each name; all are for these IP addresses, too."""
     folder.mkdir(exist_ok=True)
-    more = "".join(f",IP:{address}" for address in addresses)
+    ip_names = "".join(f",IP:{address}" for address in addresses)
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
     openssl(folder, "req", *key, *authority, "-subj", "/CN=ca")
     for name in names:
-        asking = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
-        openssl(folder, "req", *key, *asking, "-subj", f"/CN={name}")
-        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost{more}")
+        request_options = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
+        openssl(folder, "req", *key, *request_options, "-subj", f"/CN={name}")
+        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost{ip_names}")
         openssl(
             folder, "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey",
             "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem",

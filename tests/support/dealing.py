@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 _Drawn = TypeVar("_Drawn")
 
 
-def dealt(strategy: SearchStrategy[_Drawn], number: int) -> _Drawn | None:
+def draw_number(strategy: SearchStrategy[_Drawn], number: int) -> _Drawn | None:
     """The draw of that number, which depends on no other; None if the strategy rejects it.
 
     Hypothesis makes its draws depend on one another, and begins with the simplest one.

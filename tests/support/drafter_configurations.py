@@ -77,12 +77,12 @@ def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def _layers(*layers: int, **more: Any) -> dict[str, Any]:
-    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), **more}}
+def _layers(*layers: int, **extra: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), **extra}}
 
 
-def _reads(*layers: int, **more: Any) -> dict[str, Any]:
-    return {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": list(layers), **more}}
+def _reads(*layers: int, **extra: Any) -> dict[str, Any]:
+    return {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": list(layers), **extra}}
 
 
 CONFIGS: dict[str, Any] = {

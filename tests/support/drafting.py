@@ -6,8 +6,10 @@ from controller.core.model_shapes import LinearAttention
 
 def draft_seconds(drafter, device, batch_sizes, gammas, kv_tokens=0.0):
     """Returns [gammas, batch_sizes], the seconds of drafting alone, without overheads."""
-    batch = roofline._batch(batch_sizes)
-    seconds = roofline._pass_seconds(drafter, device, batch, roofline._kv(kv_tokens, batch))
+    batch = roofline._check_batch_sizes(batch_sizes)
+    seconds = roofline._pass_seconds(
+        drafter, device, batch, roofline._check_kv_tokens(kv_tokens, batch)
+    )
     return [[drafter.passes(gamma)] for gamma in gammas] * seconds
 
 

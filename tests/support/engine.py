@@ -38,7 +38,7 @@ TARGET = SHALLOW / "target"
 DRAFT = SHALLOW / "draft-mixed"
 DFLASH = SHALLOW / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
-LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+DFLASH_ONLY = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
 # A target with a multi-token predictor of its own; MIMO holds a DFlash drafter for it as well.
 MTP = (
     "--model-path", str(MIMO / "target"), "--speculative-algorithm", "NEXTN",
@@ -108,11 +108,17 @@ class EngineProcess:
         )
         return answer
 
-    def chat(self, system: str, user: str, **more: Any) -> dict[str, Any]:
+    def chat(self, system: str, user: str, **options: Any) -> dict[str, Any]:
         """An answer of the OpenAI-compatible API to two messages."""
         roles = {"system": system, "user": user}
-        messages = [{"role": role, "content": said} for role, said in roles.items()]
-        body = {"model": "any", "messages": messages, "max_tokens": 8, "ignore_eos": True, **more}
+        messages = [{"role": role, "content": content} for role, content in roles.items()]
+        body = {
+            "model": "any",
+            "messages": messages,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            **options,
+        }
         answer: dict[str, Any] = self._call("/v1/chat/completions", body)
         return answer
 
@@ -157,7 +163,7 @@ class EngineProcess:
         states: list[dict[str, Any]] = self._call("/server_info")["internal_states"]
         return states
 
-    def running(self) -> int:
+    def count_running(self) -> int:
         """How many requests are being answered, or wait for it."""
         loads = self._call("/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
@@ -223,16 +229,16 @@ def install_plugin(folder: Path, target: str, name: str = "speculation_controlle
     return folder
 
 
-def forked(
+def fork_engine(
     module: str, arguments: Sequence[str], folder: Path, variables: Mapping[str, str], log: Path
 ) -> ForkedProcess:
     """A program that finds SGLang imported; its output goes to `log`."""
     assert not any(name.startswith("SGLANG_") for name in variables), "read while it is imported"
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    other = tuple(path for path in paths if path and Path(path, "sglang").exists())
+    sglang_paths = tuple(path for path in paths if path and Path(path, "sglang").exists())
     with log.open("wb") as output:
         variable = f"{EMULATION}=1" if module == EMULATED_SERVE else ""
-        return _fork_server(other, variable).start(
+        return _fork_server(sglang_paths, variable).start(
             module, arguments, environment(folder, variables, module), folder, output.fileno()
         )
 
@@ -285,14 +291,14 @@ def run_lab(
         module, *arguments, environment=environment, imported_with=imported_with
     ) as process:
         try:
-            said, _ = process.communicate()
+            output, _ = process.communicate()
         finally:
             process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, said)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 @contextmanager
-def launched(
+def started_engine(
     folder: Path,
     arguments: Sequence[str],
     variables: Mapping[str, str],
@@ -313,7 +319,7 @@ def launched(
     options += arguments
     process: subprocess.Popen[bytes] | ForkedProcess
     if not fresh:
-        process = forked(module, options, folder, variables, log)
+        process = fork_engine(module, options, folder, variables, log)
     else:
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -334,7 +340,7 @@ def launched(
 
 
 @contextmanager
-def serving(
+def running_engine(
     folder: Path,
     arguments: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
@@ -343,20 +349,23 @@ def serving(
     fresh: bool = False,
 ) -> Iterator[EngineProcess]:
     """A server that answers."""
-    with launched(folder, arguments, variables or {}, module, fresh=fresh) as engine:
-        eventually(engine.is_ready, within=START_SECONDS, what="the engine is ready")
+    with started_engine(folder, arguments, variables or {}, module, fresh=fresh) as engine:
+        eventually(
+            engine.is_ready, timeout_seconds=START_SECONDS, description="the engine is ready"
+        )
         yield engine
 
 
 @functools.cache
-def _fork_server(other: tuple[str, ...] = (), variable: str = "") -> ForkServer:
+def _fork_server(sglang_paths: tuple[str, ...] = (), variable: str = "") -> ForkServer:
     """One for this process, from the first server to the end.
 
-    other: paths of another SGLang.  variable: NAME=VALUE that SGLang reads while it is imported.
+    sglang_paths: paths of another SGLang.  variable: NAME=VALUE that SGLang reads while it is
+    imported.
     """
-    own = {"PYTHONPATH": os.pathsep.join([*other, str(ROOT), str(ROOT / "proto")])}
+    variables = {"PYTHONPATH": os.pathsep.join([*sglang_paths, str(ROOT), str(ROOT / "proto")])}
     if variable:
         name, _, own_value = variable.partition("=")
-        own[name] = own_value
-    make = emulated_cuda_env if EMULATION in own else cpu_engine_env
-    return ForkServer(PRELOAD, make({**os.environ, **own}))
+        variables[name] = own_value
+    make = emulated_cuda_env if EMULATION in variables else cpu_engine_env
+    return ForkServer(PRELOAD, make({**os.environ, **variables}))

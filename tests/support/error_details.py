@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 
-from tests.support.service_harness import soon
+from tests.support.service_harness import with_timeout
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Failure:
     message: str
 
 
-def failure_of(error: grpc.aio.AioRpcError) -> Failure:
-    found = dict(error.trailing_metadata())
-    status = status_pb2.Status.FromString(bytes(found["grpc-status-details-bin"]))
+def read_failure(error: grpc.aio.AioRpcError) -> Failure:
+    metadata = dict(error.trailing_metadata())
+    status = status_pb2.Status.FromString(bytes(metadata["grpc-status-details-bin"]))
     assert status.code == error.code().value[0]
     assert status.message == error.details()
     parts: dict[str, Any] = {}
@@ -37,22 +37,22 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
         parts[kind.__name__] = part
     info = parts.pop("ErrorInfo")
     assert info.domain == "speculation.v1"
-    bad, resource = parts.pop("BadRequest", None), parts.pop("ResourceInfo", None)
+    bad_request, resource = parts.pop("BadRequest", None), parts.pop("ResourceInfo", None)
     assert not parts
     return Failure(
         error.code(),
         info.reason,
-        bad.field_violations[0].field if bad else "",
+        bad_request.field_violations[0].field if bad_request else "",
         (resource.resource_type, resource.resource_name) if resource else None,
         dict(info.metadata),
         status.message,
     )
 
 
-async def failed(awaitable: Awaitable[Any]) -> Failure:
+async def failure_details(awaitable: Awaitable[Any]) -> Failure:
     """What a call fails with."""
     try:
-        await soon(awaitable)
+        await with_timeout(awaitable)
     except grpc.aio.AioRpcError as error:
-        return failure_of(error)
+        return read_failure(error)
     raise AssertionError("the call succeeded")

@@ -11,13 +11,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T | None], *, within: float = 120.0, what: str = "") -> T:
-    """The first true value of `condition`; fails when none came `within` so many seconds."""
-    began = time.monotonic()
+def eventually(
+    condition: Callable[[], T | None], *, timeout_seconds: float = 120.0, description: str = ""
+) -> T:
+    """Returns the first true value of `condition`; fails after `timeout_seconds`."""
+    start_time = time.monotonic()
     while not (value := condition()):
-        waited = time.monotonic() - began
-        if waited > within:
-            raise AssertionError(f"not within {within} s: {what or condition}")
+        waited = time.monotonic() - start_time
+        if waited > timeout_seconds:
+            raise AssertionError(f"not within {timeout_seconds} s: {description or condition}")
         # Asking costs what is waited for some of the processor.
         time.sleep(min(0.002 + 0.02 * waited, 0.05))
     return value

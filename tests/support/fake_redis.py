@@ -98,10 +98,16 @@ class FakeRedis:
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 if self._real:
-                    there, onward = await asyncio.open_connection("127.0.0.1", self._real)
-                    self._open.add(onward)
-                    with contextlib.closing(onward):
-                        await self._answer(reader, writer, lambda raw: _passed(raw, there, onward))
+                    upstream_reader, upstream_writer = await asyncio.open_connection(
+                        "127.0.0.1", self._real
+                    )
+                    self._open.add(upstream_writer)
+                    with contextlib.closing(upstream_writer):
+                        await self._answer(
+                            reader,
+                            writer,
+                            lambda raw: _forward(raw, upstream_reader, upstream_writer),
+                        )
                 else:
                     await self._answer(reader, writer, None)
         finally:
@@ -112,15 +118,15 @@ class FakeRedis:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        onward: Callable[[bytes], Awaitable[bytes]] | None,
+        forward: Callable[[bytes], Awaitable[bytes]] | None,
     ) -> None:
         while True:
             raw, words = await _command(reader)
             name = words[0].decode().upper()
             self.commands.append(name)
             reply = self._reply(name, words[1:])
-            if reply is None and onward is not None:
-                reply = await onward(raw)
+            if reply is None and forward is not None:
+                reply = await forward(raw)
             if reply is None:
                 return
             writer.write(reply)
@@ -139,11 +145,13 @@ async def _command(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
     return b"".join(raw), words
 
 
-async def _passed(raw: bytes, there: asyncio.StreamReader, onward: asyncio.StreamWriter) -> bytes:
+async def _forward(
+    raw: bytes, upstream_reader: asyncio.StreamReader, upstream_writer: asyncio.StreamWriter
+) -> bytes:
     """What the real one answers."""
-    onward.write(raw)
-    await onward.drain()
-    return await _reply_of(there)
+    upstream_writer.write(raw)
+    await upstream_writer.drain()
+    return await _reply_of(upstream_reader)
 
 
 async def _reply_of(reader: asyncio.StreamReader) -> bytes:

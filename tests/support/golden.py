@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 from simulator.comparison.run import SeedRun, run_all
 from simulator.comparison.summary import summarise
 from simulator.results import ScenarioReport, SimulationReport, to_values
-from simulator.scenarios.scenario_file import standard
+from simulator.scenarios.scenario_file import standard_scenarios
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RELATIVE: Final = 1e-9
@@ -32,17 +32,17 @@ _DIGITS = 10
 Numbers: TypeAlias = dict[str, Any]
 
 
-def same(figure: float, other: float) -> bool:
+def is_close(figure: float, reference: float) -> bool:
     """Whether two figures are the same but for what another processor would calculate."""
-    return math.isclose(figure, other, rel_tol=RELATIVE, abs_tol=0.0)
+    return math.isclose(figure, reference, rel_tol=RELATIVE, abs_tol=0.0)
 
 
-def simulated(part: str = "", processes: int | None = None) -> Numbers:
+def simulate_suite(part: str = "", processes: int | None = None) -> Numbers:
     """Runs the scenarios of the suite whose name has `part`; the numbers of each by its name.
 
     processes: side by side; None for as many as there are processors.
     """
-    scenarios = standard(part)
+    scenarios = standard_scenarios(part)
     reports = {}
     for scenario, seeds in zip(scenarios, run_all(scenarios, 0, processes=processes), strict=True):
         reports[scenario.name] = _numbers(summarise(scenario, seeds), seeds)
@@ -92,43 +92,45 @@ def _short(figure: float) -> float:
 
 def golden() -> Numbers:
     """The numbers that are checked in."""
-    found: Numbers = json.loads(GOLDEN.read_text())
-    return found
+    numbers: Numbers = json.loads(GOLDEN.read_text())
+    return numbers
 
 
-def differences(expected: Numbers, found: Numbers) -> Iterator[str]:
+def differences(expected: Numbers, actual: Numbers) -> Iterator[str]:
     """One line for every scenario whose numbers are not the golden ones."""
-    for name, numbers in found.items():
+    for name, numbers in actual.items():
         if name not in expected:
             yield f"{name}: is not in {GOLDEN.name}"
-        elif parts := list(_moved(expected[name], numbers)):
+        elif parts := list(_scenario_differences(expected[name], numbers)):
             yield f"{name}: {'; '.join(parts)}"
 
 
-def _moved(expected: Numbers, found: Numbers) -> Iterator[str]:
+def _scenario_differences(expected: Numbers, actual: Numbers) -> Iterator[str]:
     for part in ("steps", "best_static"):
-        if found[part] != expected[part]:
-            yield f"{part} {expected[part]} -> {found[part]}"
-    for policy, speed in found["tokens_per_second"].items():
-        was = expected["tokens_per_second"].get(policy)
-        if was is None:
+        if actual[part] != expected[part]:
+            yield f"{part} {expected[part]} -> {actual[part]}"
+    for policy, speed in actual["tokens_per_second"].items():
+        expected_speed = expected["tokens_per_second"].get(policy)
+        if expected_speed is None:
             yield f"{policy} is new"
-        elif not same(was, speed):
-            yield f"{policy} {was} -> {speed} tokens/s"
-        elif found["decisions"][policy] != expected["decisions"][policy]:
+        elif not is_close(expected_speed, speed):
+            yield f"{policy} {expected_speed} -> {speed} tokens/s"
+        elif actual["decisions"][policy] != expected["decisions"][policy]:
             yield f"{policy} decides otherwise"
-        elif not _all_same(expected["figures"][policy], found["figures"][policy]):
+        elif not _all_close(expected["figures"][policy], actual["figures"][policy]):
             yield f"{policy} has other figures"
-    if missing := expected["tokens_per_second"].keys() - found["tokens_per_second"].keys():
+    if missing := expected["tokens_per_second"].keys() - actual["tokens_per_second"].keys():
         yield f"without {', '.join(sorted(missing))}"
-    if not _all_same(expected["timeline"], found["timeline"]):
+    if not _all_close(expected["timeline"], actual["timeline"]):
         yield "another timeline"
 
 
-def _all_same(expected: Sequence[float | None], found: Sequence[float | None]) -> bool:
-    return len(expected) == len(found) and all(
-        one is other if one is None or other is None else same(one, other)
-        for one, other in zip(expected, found, strict=True)
+def _all_close(expected: Sequence[float | None], actual: Sequence[float | None]) -> bool:
+    return len(expected) == len(actual) and all(
+        expected_value is actual_value
+        if expected_value is None or actual_value is None
+        else is_close(expected_value, actual_value)
+        for expected_value, actual_value in zip(expected, actual, strict=True)
     )
 
 
@@ -138,12 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="replace the golden numbers")
     parser.add_argument("--part", default="", help="only scenarios whose name has this")
     options = parser.parse_args(arguments)
-    found = simulated(options.part)
+    numbers = simulate_suite(options.part)
     if options.write:
-        GOLDEN.write_text(_text(found if not options.part else golden() | found))
+        GOLDEN.write_text(_text(numbers if not options.part else golden() | numbers))
         return 0
-    lines = list(differences(golden(), found))
-    print("\n".join([*lines, f"golden: {len(found)} scenarios, {len(lines)} differ"]))
+    lines = list(differences(golden(), numbers))
+    print("\n".join([*lines, f"golden: {len(numbers)} scenarios, {len(lines)} differ"]))
     return int(bool(lines))
 
 

@@ -50,10 +50,10 @@ class HangGuard:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Limits the whole test: setup, call and teardown."""
         marker, config = item.get_closest_marker("timeout"), item.config
-        asked = config.getoption("timeout")
-        if asked is None:
-            asked = config.getini("timeout")
-        seconds = float(marker.args[0] if marker else asked)
+        timeout_seconds = config.getoption("timeout")
+        if timeout_seconds is None:
+            timeout_seconds = config.getini("timeout")
+        seconds = float(marker.args[0] if marker else timeout_seconds)
         # 0 means no limit, as it does for pytest-timeout.
         self._limit = time.monotonic() + seconds + GRACE_SECONDS if seconds else math.inf
         self._arm()
@@ -69,9 +69,9 @@ class HangGuard:
         self._arm()
 
     def _arm(self) -> None:
-        left = max(1.0, self._limit - time.monotonic())
-        if left < math.inf:
-            faulthandler.dump_traceback_later(left, file=self._output, exit=True)
+        remaining_seconds = max(1.0, self._limit - time.monotonic())
+        if remaining_seconds < math.inf:
+            faulthandler.dump_traceback_later(remaining_seconds, file=self._output, exit=True)
 
 
 class RunningTests:
@@ -81,20 +81,23 @@ class RunningTests:
     """
 
     def __init__(self) -> None:
-        self._began: dict[str, float] = {}
+        self._start_times: dict[str, float] = {}
         signal.signal(signal.SIGTERM, self._end)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A worker begins a test."""
-        self._began[nodeid] = time.monotonic()
+        self._start_times[nodeid] = time.monotonic()
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """It has ended."""
-        self._began.pop(nodeid, None)
+        self._start_times.pop(nodeid, None)
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
-        for nodeid, began in self._began.items():
-            print(f"\nrunning for {time.monotonic() - began:.0f} s: {nodeid}", file=sys.__stderr__)
+        for nodeid, start_time in self._start_times.items():
+            print(
+                f"\nrunning for {time.monotonic() - start_time:.0f} s: {nodeid}",
+                file=sys.__stderr__,
+            )
         for child in psutil.Process().children():
             # It would end a process that does not expect it; one may have ended by itself.
             with contextlib.suppress(OSError, psutil.Error):

@@ -6,14 +6,14 @@ from typing import Any, Final
 
 import torch
 
-from engine_shim.common.status import Losses
+from engine_shim.common.status import LostCapabilityReporter
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.ranks import Ranks
-from engine_shim.sglang.drafters.idle_kv import IdleDrafter
+from engine_shim.link.rank_plan_sync import RankPlanSync
+from engine_shim.sglang.drafters.sleeping_drafter import SleepingDrafter
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
-from engine_shim.sglang.step_reports import StepTap
+from engine_shim.sglang.step_reports import StepReporter
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.link_messages import plan
 from tests.support.step_reports import read_report, send_plan
@@ -28,13 +28,13 @@ class HookedSteps:
         worker = SimpleNamespace(_stub_skipped_draft_extend=lambda *_: None)
         self.hooks = EngineHooks(
             policy=SimpleNamespace(run=lambda _: None),  # type: ignore[arg-type]
-            ranks=Ranks(link.steering, link),
-            losses=Losses(),
+            ranks=RankPlanSync(link.plan_follower, link),
+            losses=LostCapabilityReporter(),
             graph_states=GraphStates(),
             eager=EagerPasses(),
             link=link,
-            tap=StepTap(link),
-            sleep=IdleDrafter(worker, 100),
+            reporter=StepReporter(link),
+            sleeping_drafter=SleepingDrafter(worker, 100),
         )
         self._agent = agent
         self._tokens, self._hidden = torch.zeros(size, dtype=torch.int64), torch.zeros(size, 4)
@@ -51,11 +51,11 @@ class HookedSteps:
             for place in range(size)
         ]
 
-    def take(self, gamma: int, *, asleep: bool = False) -> None:
+    def set_plan(self, gamma: int, *, asleep: bool = False) -> None:
         """Sends a plan, for the next step."""
-        made = plan(1, gamma, lease_ms=600_000)
-        made.rows[0].drafter_asleep = asleep
-        send_plan(self._agent, made)
+        plan_message = plan(1, gamma, lease_ms=600_000)
+        plan_message.rows[0].drafter_asleep = asleep
+        send_plan(self._agent, plan_message)
         self._gamma = gamma
 
     def step(self, *, hooked: bool = True) -> None:
@@ -86,10 +86,10 @@ class HookedSteps:
         if hooked:
             result = hooks.around_forward(forward, None, batch)
             hooks.around_resolve(lambda *_: tokens, None, result, batch)
-            hooks.after_working_in(None, None, batch, result)
+            hooks.after_process_result(None, None, batch, result)
         else:
             forward(None, batch)
 
-    def reported(self) -> StepReport:
+    def next_report(self) -> StepReport:
         """Takes the oldest report that was sent."""
         return read_report(self._agent.recv(4096))

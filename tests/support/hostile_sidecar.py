@@ -67,11 +67,11 @@ class HostileSidecar(grpc.GenericRpcHandler):
 @contextmanager
 def hostile_sidecar(paging: Paging, words: str = "") -> Iterator[HostileSidecar]:
     """Serves on a port of the loopback address."""
-    found = HostileSidecar(paging, words)
-    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[found])
-    found.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    sidecar = HostileSidecar(paging, words)
+    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[sidecar])
+    sidecar.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        yield found
+        yield sidecar
     finally:
         server.stop(None).wait()

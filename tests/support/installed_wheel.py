@@ -19,17 +19,17 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 @cache
-def unpacked(version: str) -> Path:
+def unpack_sglang(version: str) -> Path:
     """The folder that holds `sglang` of a version: installed, or fetched from the package index."""
     if version == sglang_version():
         spec = find_spec("sglang")
         assert spec is not None
         assert spec.origin is not None
         return Path(spec.origin).parents[1]
-    return fetched("sglang", version)
+    return fetch_wheel("sglang", version)
 
 
-def fetched(package: str, version: str) -> Path:
+def fetch_wheel(package: str, version: str) -> Path:
     """The unpacked wheel of a package, from the package index; once for a checkout."""
     folder = ROOT / "build" / f"{package}-{version}"
     if not folder.exists():
@@ -38,10 +38,10 @@ def fetched(package: str, version: str) -> Path:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             subprocess.run([*pip, "--dest", place, f"{package}=={version}"], check=True)
             (archive,) = Path(place).glob("*.whl")
-            whole = Path(place) / "unpacked"
-            zipfile.ZipFile(archive).extractall(whole)
+            unpacked_folder = Path(place) / "unpacked"
+            zipfile.ZipFile(archive).extractall(unpacked_folder)
             with suppress(OSError):  # another worker may have been quicker
-                whole.rename(folder)
+                unpacked_folder.rename(folder)
     return folder
 
 
@@ -49,7 +49,7 @@ class Wheel:
     """One version's source: SGLang's, or what lies in a folder."""
 
     def __init__(self, version: str, folder: Path | None = None) -> None:
-        self._folder = folder or unpacked(version)
+        self._folder = folder or unpack_sglang(version)
         self._modules: dict[str, ast.Module] = {}
 
     def module(self, name: str) -> ast.Module:
@@ -68,16 +68,16 @@ class Wheel:
                 body: list[ast.stmt] = self.module(".".join(parts[:cut])).body
             except FileNotFoundError:
                 continue
-            found: Definition | None = None
+            node: Definition | None = None
             for name in parts[cut:]:
-                found = next(
+                node = next(
                     (n for n in body if isinstance(n, Definition) and n.name == name),
                     None,
                 )
-                assert found is not None, f"{target}: there is no {name} any more"
-                body = found.body
-            assert found is not None
-            return found
+                assert node is not None, f"{target}: there is no {name} any more"
+                body = node.body
+            assert node is not None
+            return node
         raise AssertionError(f"{target}: there is no such module any more")
 
     def parameters(self, target: str) -> str:
@@ -92,15 +92,15 @@ class Wheel:
 
     def fields(self, target: str) -> set[str]:
         """Annotated names in a class's body (a dataclass's fields) and names its methods assign."""
-        found: set[str] = set()
+        names: set[str] = set()
         for node in ast.walk(self.definition(target)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
+                names.add(node.target.id)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+                names.add(node.attr)
             if isinstance(node, ast.FunctionDef):
-                found.add(node.name)
-        return found
+                names.add(node.name)
+        return names
 
     def digest(self, target: str) -> str:
         """Fingerprint of a definition's code; comments and docstrings do not count."""

@@ -15,8 +15,8 @@ from trainer.checkpoint import load_dflash, save_dflash
 
 
 def status(engine: EngineProcess, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
-    return found
+    part_status: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+    return part_status
 
 
 def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]]) -> float:
@@ -28,26 +28,28 @@ def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]])
     return 1 + accepted / steps
 
 
-def run_heard(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
+def run_until_heard(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
     """Begins a script, and returns once the engine runs under one of its plans."""
     first = len(sidecar.arms) + 1
     sidecar.run(script)
 
-    def heard() -> bool:
+    def runs_script() -> bool:
         engine.generate(WAVES[0][:1], [4])
         return any(report.plan_epoch >= first for report in sidecar.reports[-1:])
 
-    eventually(heard, within=90.0, what="the engine runs under a plan of the script")
+    eventually(
+        runs_script, timeout_seconds=90.0, description="the engine runs under a plan of the script"
+    )
 
 
-def between_steps(engine: EngineProcess, part: str, name: str, value: object) -> None:
+def wait_for_status(engine: EngineProcess, part: str, name: str, value: object) -> None:
     """Waits until the engine says so; it is asked between steps."""
 
-    def so() -> bool:
+    def is_reached() -> bool:
         engine.generate(WAVES[0][:1], [4])
         return bool(status(engine, part)[name] == value)
 
-    eventually(so, within=240.0, what=f"{part}: {name} is {value}")
+    eventually(is_reached, timeout_seconds=240.0, description=f"{part}: {name} is {value}")
 
 
 def save_damaged_dflash(folder: Path, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,6 +74,8 @@ def check_features(signal: Signal, layers: tuple[int, ...]) -> None:
     assert signal.features.shape[1] == len(layers) * target.shape.hidden
     with torch.no_grad():
         _, features = target.logits_and_features(signal.tokens[None], layers)
-    known = torch.cat(features, dim=-1)[0]
-    same = torch.nn.functional.cosine_similarity(known[40:], signal.features[40:].float(), dim=-1)
-    assert same.median() > 0.9, same
+    expected_features = torch.cat(features, dim=-1)[0]
+    similarity = torch.nn.functional.cosine_similarity(
+        expected_features[40:], signal.features[40:].float(), dim=-1
+    )
+    assert similarity.median() > 0.9, similarity

@@ -29,7 +29,7 @@ class LinkedEngine:
         """Until the sidecar steers."""
         eventually(
             lambda: self.link.choose(4).source is Source.PLAN or None,
-            what="steered by a plan",
+            description="steered by a plan",
         )
 
     def run(self, steps: int, batch_size: int = 4, acceptance: float = 0.8) -> None:

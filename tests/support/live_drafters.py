@@ -41,7 +41,7 @@ class LlamaForCausalLMEagle3(torch.nn.Module):
         self.hot_token_id = student.tokens
         layers = list(shape.feature_layers) or None
         named = {"eagle_aux_hidden_state_layer_ids": layers}
-        facts = {"draft_vocab_size": shape.drafts, "eagle_config": named}
+        facts = {"draft_vocab_size": shape.draft_vocabulary_size, "eagle_config": named}
         self.config = Config(**config_of(shape.decoder, **facts | changes))
 
     def get_attention_sliding_window_size(self) -> int | None:

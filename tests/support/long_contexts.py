@@ -43,7 +43,7 @@ def agreement(
     rounding.
     """
     target = load_target(TARGET)
-    same: dict[int, list[bool]] = {window: [] for window in (EVERYTHING, *windows)}
+    matches_by_window: dict[int, list[bool]] = {window: [] for window in (EVERYTHING, *windows)}
     for domain in _DOMAINS:
         prompt = held_out_prompts(domain, 1, _PROMPT, seed=21)[0]
         sidecar.run(lambda _: (GAMMA, False))
@@ -51,8 +51,10 @@ def agreement(
         (answer,) = engine.generate([prompt], [_ANSWER])
         tokens = torch.tensor(prompt + answer.tokens)
         with torch.no_grad():
-            found = target.logits_and_features(tokens[None], student.shape.feature_layers)[1]
-        features = torch.cat(found, dim=-1)
+            layer_features = target.logits_and_features(tokens[None], student.shape.feature_layers)[
+                1
+            ]
+        features = torch.cat(layer_features, dim=-1)
         for line in canvases.read_text().splitlines():
             context, canvas = json.loads(line)
             if len(canvas) != GAMMA + 1 or context >= len(tokens):
@@ -60,16 +62,16 @@ def agreement(
             assert context >= 800
             assert canvas[0] == tokens[context]
             ids = torch.cat([tokens[:context], torch.tensor(canvas)])
-            for window, agreed in same.items():
+            for window, matches in matches_by_window.items():
                 logs = _drafts(student, features, ids, context, window or context)
-                drafts = [int(student.drafted(row)) for row in logs]
-                agreed.append(drafts[0] == canvas[1])
+                drafts = [int(student.drafted_tokens(row)) for row in logs]
+                matches.append(drafts[0] == canvas[1])
                 if window == EVERYTHING:
                     columns = student.columns(torch.tensor(canvas[1:]))
                     for row, column in zip(logs, columns, strict=True):
                         assert row.max() - row[column] < _ROUNDING, (domain, context, canvas)
-    assert len(same[EVERYTHING]) >= 60
-    return {window: sum(agreed) / len(agreed) for window, agreed in same.items()}
+    assert len(matches_by_window[EVERYTHING]) >= 60
+    return {window: sum(matches) / len(matches) for window, matches in matches_by_window.items()}
 
 
 @torch.no_grad()

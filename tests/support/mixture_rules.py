@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH
+from engine_shim.sglang.drafters.lookup import MIN_MATCH_TOKENS
 from speculation.v1.plan_pb2 import MixtureRule
 
 # Look-ups are used after long matches.
@@ -23,7 +23,7 @@ def rules_of(
             gamma=gamma,
             main_expected=main_expected,
             free_expected=expected,
-            least_match=LEAST_MATCH,
+            least_match=MIN_MATCH_TOKENS,
             ratio_weight=0.1,
         )
         for name in names

@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {
 
 def plain_model(folder: Path) -> Path:
     """One with grouped-query attention: 4 heads of 32 numbers."""
-    return _written(
+    return _write_config(
         folder,
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",
@@ -31,7 +31,7 @@ def plain_model(folder: Path) -> Path:
 
 def latent_model(folder: Path) -> Path:
     """One with latent attention, of 16 heads and 512 + 64 numbers, and with a draft layer."""
-    return _written(
+    return _write_config(
         folder,
         architectures=["DeepseekV3ForCausalLM"],
         model_type="deepseek_v3",
@@ -53,7 +53,7 @@ def latent_model(folder: Path) -> Path:
     )
 
 
-def _written(folder: Path, **own: Any) -> Path:
+def _write_config(folder: Path, **fields: Any) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(COMMON | own))
+    (folder / "config.json").write_text(json.dumps(COMMON | fields))
     return folder

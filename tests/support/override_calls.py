@@ -3,7 +3,7 @@
 from typing import Any
 
 from speculation.v1 import plan_pb2, policy_pb2
-from tests.support.service_harness import Running, SteerClient, soon
+from tests.support.service_harness import RunningSidecar, SteerClient, with_timeout
 
 ENGINE: dict[str, Any] = {"engine_id": "engine-0"}
 
@@ -11,7 +11,7 @@ ENGINE: dict[str, Any] = {"engine_id": "engine-0"}
 FLEET: dict[str, Any] = {"fleet": True}
 
 
-def asked(
+def make_override_request(
     name: str = "o1",
     scope: dict[str, Any] | None = None,
     low: int = 0,
@@ -35,15 +35,15 @@ def asked(
     )
 
 
-async def set_(running: Running, **fields: Any) -> policy_pb2.SetOverrideResponse:
-    return await soon(running.policy.SetOverride(asked(**fields)))
+async def set_override(running: RunningSidecar, **fields: Any) -> policy_pb2.SetOverrideResponse:
+    return await with_timeout(running.policy.SetOverride(make_override_request(**fields)))
 
 
-async def clear(running: Running, name: str = "o1", etag: str = "") -> Any:
+async def clear_override(running: RunningSidecar, name: str = "o1", etag: str = "") -> Any:
     request = policy_pb2.ClearOverrideRequest(
         override_id=name, etag=etag, author="bob", reason="it is well again"
     )
-    return await soon(running.policy.ClearOverride(request))
+    return await with_timeout(running.policy.ClearOverride(request))
 
 
 async def plan_under(stream: SteerClient, *overrides: str) -> plan_pb2.Plan:
@@ -57,6 +57,6 @@ def gammas(plan: plan_pb2.Plan) -> dict[int, int]:
     return {row.max_batch_size: row.gamma for row in plan.rows}
 
 
-async def listed(running: Running) -> dict[str, policy_pb2.HeldOverride]:
-    answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
-    return {held.override.override_id: held for held in answer.overrides}
+async def list_overrides(running: RunningSidecar) -> dict[str, policy_pb2.HeldOverride]:
+    answer = await with_timeout(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+    return {held_override.override.override_id: held_override for held_override in answer.overrides}

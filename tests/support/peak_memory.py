@@ -9,11 +9,11 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """The highest sum of allocated bytes of the CPU, over what was allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = function()
-    held = peak = 0
+    allocated = peak = 0
     assert profiled.profiler is not None
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     del result
     return peak

@@ -6,11 +6,11 @@ import grpc
 import grpc.aio
 
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
-from tests.support.override_calls import asked
-from tests.support.service_harness import engine_message, soon
+from tests.support.override_calls import make_override_request
+from tests.support.service_harness import engine_message, with_timeout
 
 
-class Called:
+class CallProbe:
     """The status of each kind of call, made with a token."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
@@ -19,7 +19,7 @@ class Called:
 
     async def _code(self, call: Any) -> grpc.StatusCode:
         try:
-            await soon(call)
+            await with_timeout(call)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK
@@ -36,7 +36,7 @@ class Called:
 
     async def override(self, name: str) -> grpc.StatusCode:
         stub = policy_pb2_grpc.PolicyServiceStub(self._channel)
-        request = asked(name, scope={"fleet": True}, off=True)
+        request = make_override_request(name, scope={"fleet": True}, off=True)
         return await self._code(stub.SetOverride(request, metadata=self._metadata))
 
     async def watch(self) -> grpc.StatusCode:

@@ -20,11 +20,11 @@ JOB = "speculation-controller"
 PATIENCE_SECONDS = 60.0
 
 
-def tool(name: str) -> str:
+def find_tool(name: str) -> str:
     """Its path; a test that needs it fails without it."""
-    found = shutil.which(name)
-    assert found is not None, f"{name} is missing (Debian: apt-get install prometheus)"
-    return found
+    path = shutil.which(name)
+    assert path is not None, f"{name} is missing (Debian: apt-get install prometheus)"
+    return path
 
 
 class PrometheusServer:
@@ -33,7 +33,7 @@ class PrometheusServer:
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -55,14 +55,18 @@ class PrometheusServer:
         After one that failed, as on a busy machine where it takes longer than the interval, every
         series has ended until the next.
         """
-        at = eventually(self._scraped_at, within=PATIENCE_SECONDS, what="a scrape that succeeds")
-        return list(self.api("query", query=expression, time=at)["result"])
+        scrape_time = eventually(
+            self._last_scrape_time,
+            timeout_seconds=PATIENCE_SECONDS,
+            description="a scrape that succeeds",
+        )
+        return list(self.api("query", query=expression, time=scrape_time)["result"])
 
-    def _scraped_at(self) -> str:
+    def _last_scrape_time(self) -> str:
         """The time of the newest scrape, in seconds, as Prometheus writes it; "" if it failed."""
-        up = f'up{{job="{JOB}"}}'
-        found = self.api("query", query=f"timestamp({up}) and {up} == 1")["result"]
-        return str(found[0]["value"][1]) if found else ""
+        up_metric = f'up{{job="{JOB}"}}'
+        samples = self.api("query", query=f"timestamp({up_metric}) and {up_metric} == 1")["result"]
+        return str(samples[0]["value"][1]) if samples else ""
 
     def value(self, expression: str) -> float:
         """Of the one sample that it has."""
@@ -84,21 +88,24 @@ def prometheus(folder: Path, sidecar_port: int) -> Iterator[PrometheusServer]:
     configuration.write_text(json.dumps(settings))  # which is YAML as well
     port = free_port()
     command = [
-        tool("prometheus"),
+        find_tool("prometheus"),
         f"--config.file={configuration}",
         f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
     log = folder / "prometheus.log"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+    with (
+        log.open("wb") as log_file,
+        subprocess.Popen(command, stdout=log_file, stderr=log_file) as process,
+    ):
         server = PrometheusServer(port)
         try:
 
-            def up() -> bool:
+            def is_up() -> bool:
                 assert process.poll() is None, log.read_text()
-                return server.ready()
+                return server.is_ready()
 
-            eventually(up, within=PATIENCE_SECONDS, what="Prometheus is ready")
+            eventually(is_up, timeout_seconds=PATIENCE_SECONDS, description="Prometheus is ready")
             yield server
         finally:
             process.terminate()
@@ -107,7 +114,7 @@ def prometheus(folder: Path, sidecar_port: int) -> Iterator[PrometheusServer]:
 
 def promtool(*arguments: str | Path) -> str:
     """What it says; fails with that where it finds fault."""
-    command = [tool("promtool"), *map(str, arguments)]
+    command = [find_tool("promtool"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

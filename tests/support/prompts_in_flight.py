@@ -23,8 +23,8 @@ PROMPTS = [
     for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
 ]
 LENGTHS = [24, 72, 40, 60, 21, 50, 66, 35]
-ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
-ALONE_LENGTH = 250
+SINGLE_PROMPT = held_out_prompts("json", count=1, length_tokens=60, seed=5)
+SINGLE_LENGTH = 250
 CROWD = [
     prompt
     for domain in DOMAINS
@@ -46,22 +46,22 @@ def begin_script(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script
     """
 
     def status() -> dict[str, Any]:
-        found: dict[str, Any] = engine.internal_state()["speculation_controller"]
-        return found
+        state: dict[str, Any] = engine.internal_state()["speculation_controller"]
+        return state
 
     def all_reported() -> bool:
-        found = status()
-        steps = found["reports_sent"] + found["reports_dropped"] + found["reports_invalid"]
+        state = status()
+        steps = state["reports_sent"] + state["reports_dropped"] + state["reports_invalid"]
         return bool(steps == (sidecar.reports[-1].step if sidecar.reports else 0))
 
     # It may be asked while the step that was launched beside the last one is on its way, and only
     # the second time after that.
     status()
-    eventually(all_reported, what="the reports of all steps have come")
-    before = sidecar.run(script)
+    eventually(all_reported, description="the reports of all steps have come")
+    reports_before = sidecar.run(script)
     newest = len(sidecar.arms)
-    eventually(lambda: status()["epoch"] >= newest, what="the engine has the script's plan")
-    return before
+    eventually(lambda: status()["epoch"] >= newest, description="the engine has the script's plan")
+    return reports_before
 
 
 def play(
@@ -72,17 +72,17 @@ def play(
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[list[Generated], list[StepReport]]:
     """Answers to all prompts at once, and the reports of their steps, all under the script."""
-    before = begin_script(engine, sidecar, script)
+    reports_before = begin_script(engine, sidecar, script)
     answers = engine.generate(prompts, lengths)
     rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    return answers, sidecar.reports_since(before, rows)
+    return answers, sidecar.reports_since(reports_before, rows)
 
 
 def play_until(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
     script: Script,
-    seen: Callable[[list[StepReport]], bool],
+    is_complete: Callable[[list[StepReport]], bool],
     plain: Sequence[Sequence[int]],
 ) -> list[StepReport]:
     """Plays all prompts until the reports of all plays show what a test needs; returns them.
@@ -90,14 +90,14 @@ def play_until(
     The script counts on from play to play.  Each answer is checked against plain, plain decoding's
     tokens.  On a busy machine a plan comes for every few steps only.
     """
-    before = begin_script(engine, sidecar, script)
+    reports_before = begin_script(engine, sidecar, script)
     rows = 0
     for _ in range(PLAYS_MAX):
         answers = engine.generate(PROMPTS, LENGTHS)
         assert [answer.tokens for answer in answers] == plain
         rows += sum(answer.meta["spec_verify_ct"] for answer in answers)
-        reports = sidecar.reports_since(before, rows)
-        if seen(reports):
+        reports = sidecar.reports_since(reports_before, rows)
+        if is_complete(reports):
             return reports
     pytest.fail(f"{PLAYS_MAX} plays do not show what the test needs")
 
@@ -112,11 +112,11 @@ def play_arm(
 
     arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.
     """
-    name, asked = arm
+    name, script_arm = arm
     for _ in range(PLAYS_MAX):
-        answers, reports = play(engine, sidecar, lambda _: asked)
+        answers, reports = play(engine, sidecar, lambda _: script_arm)
         assert [answer.tokens for answer in answers] == plain
-        if {(report.drafter, report.gamma) for report in reports[-5:]} == {(name, asked[0])}:
+        if {(report.drafter, report.gamma) for report in reports[-5:]} == {(name, script_arm[0])}:
             return reports
     pytest.fail(f"{arm} never ran to the end of a play")
 
@@ -137,26 +137,33 @@ def play_any_order(
     Each answer is checked against plain, plain decoding's tokens.  On a busy machine a plan comes
     for every few steps only, so one play may meet few arms.
     """
-    choose = random.Random(seed)
+    rng = random.Random(seed)
     every: list[StepReport] = []
-    ran: set[tuple[str, int]] = set()
+    executed_arms: set[tuple[str, int]] = set()
     names = [drafter.name for drafter in sidecar.introductions[-1].drafters]
-    asked = {(names[which[0] if which else 0] if gamma else "", gamma) for gamma, _, *which in arms}
+    requested_arms = {
+        (names[drafter_index[0] if drafter_index else 0] if gamma else "", gamma)
+        for gamma, _, *drafter_index in arms
+    }
     for _ in range(PLAYS_MAX):
-        answers, reports = play(engine, sidecar, lambda _: choose.choice(arms))
+        answers, reports = play(engine, sidecar, lambda _: rng.choice(arms))
         assert [answer.tokens for answer in answers] == plain
         every += reports
-        ran |= {(report.drafter if report.gamma else "", report.gamma) for report in reports}
+        executed_arms |= {
+            (report.drafter if report.gamma else "", report.gamma) for report in reports
+        }
         # A drafter that slept while the lookup drafted may have it draft once more.
-        if asked <= ran and not (catches_up and not sleep_counts(engine)["caught_up"]):
+        if requested_arms <= executed_arms and not (
+            catches_up and not sleep_counts(engine)["caught_up"]
+        ):
             return every
-    pytest.fail(f"of {sorted(asked)} only {sorted(ran)} ran")
+    pytest.fail(f"of {sorted(requested_arms)} only {sorted(executed_arms)} ran")
 
 
 def sleep_counts(engine: EngineProcess) -> dict[str, int]:
     """The engine's own counts of drafters that slept and were caught up."""
-    found: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
-    return found
+    counts: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
+    return counts
 
 
 def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:
@@ -180,9 +187,9 @@ def accepted_after_prefill(
     prompt was that prompt and the first k of its tokens: no drafter has slept.
     """
     prompts = [
-        [*prompt, *tokens[:known]]
+        [*prompt, *tokens[:known_tokens]]
         for prompt, tokens in zip(PROMPTS, plain, strict=True)
-        for known in range(len(tokens))
+        for known_tokens in range(len(tokens))
     ]
     answers, _ = play(engine, sidecar, lambda _: (gamma, False), prompts, [2] * len(prompts))
     histograms = iter(answer.meta["spec_correct_drafts_histogram"] for answer in answers)
@@ -245,12 +252,12 @@ def check_against_student(
     row = torch.tensor([list(tokens)])
     with torch.no_grad():
         _, features = target.logits_and_features(row, student.shape.feature_layers)
-    known = torch.cat(features, dim=-1)
+    context_features = torch.cat(features, dim=-1)
     compared = wrong = 0
     for context, accepted in live.items():
         if context + 8 > len(tokens):
             continue
-        block = student.greedy_block(known[:, :context], row[:, : context + 1])[0]
+        block = student.greedy_block(context_features[:, :context], row[:, : context + 1])[0]
         truth = row[0, context + 1 : context + 8]
         wrong += accepted != int((block == truth).int().cumprod(0).sum())
         compared += 1

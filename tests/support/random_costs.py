@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simulator import published
 from simulator.scenarios.cost import CostSection
-from simulator.scenarios.fields import Place
+from simulator.scenarios.fields import FieldLocations
 from simulator.step_costs import COLUMNS
 
 _SIZES = (64, 8, 32, 128)
@@ -40,9 +40,9 @@ class Cost:
 
 def graded(low: float, high: float, plain: float, steps: int = 16) -> st.SearchStrategy[float]:
     """Numbers even on the logarithm from low to high, and `plain`, towards which they shrink."""
-    found = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
-    found.sort(key=lambda value: abs(math.log(value / plain)))
-    return st.sampled_from([plain, *(float(f"{value:.3g}") for value in found)])
+    values = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
+    values.sort(key=lambda value: abs(math.log(value / plain)))
+    return st.sampled_from([plain, *(float(f"{value:.3g}") for value in values)])
 
 
 @st.composite
@@ -79,13 +79,13 @@ def _formula(draw: st.DrawFn) -> Cost:
     section = {"formula": {"step": step, "drafters": drafters}} | draw(_prices(base, token))
 
     def off_seconds(batch: int, context: float) -> float:
-        each: float = step["seconds_per_token"] + step.get("seconds_per_sequence", 0.0)
+        sequence_seconds: float = step["seconds_per_token"] + step.get("seconds_per_sequence", 0.0)
         of_context: float = context * step.get("seconds_per_kv_token", 0.0)
-        return base + batch * (each + of_context)
+        return base + batch * (sequence_seconds + of_context)
 
     return Cost(
         section,
-        {name: tuple(one["gammas"]) for name, one in drafters.items()},
+        {name: tuple(drafter["gammas"]) for name, drafter in drafters.items()},
         draw(st.sampled_from(_SIZES)),
         off_seconds,
     )
@@ -94,26 +94,26 @@ def _formula(draw: st.DrawFn) -> Cost:
 @st.composite
 def _prices(draw: st.DrawFn, base: float, token: float) -> dict[str, Any]:
     """What a change of arm costs, and what a drafter that missed tokens pays."""
-    found: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     if draw(st.booleans()):
-        found["switch_seconds"] = draw(
+        section["switch_seconds"] = draw(
             st.sampled_from([0.0, 5e-4, 1e-3, _short(0.05 * base), _short(0.3 * base)])
         )
     if draw(st.sampled_from([False, False, True])):
-        found["catch_up_seconds_per_token"] = _short(token * draw(graded(0.003, 0.3, 0.03)))
+        section["catch_up_seconds_per_token"] = _short(token * draw(graded(0.003, 0.3, 0.03)))
     if draw(st.sampled_from([False, False, True])):
-        found["catch_up_pass_seconds"] = _short(base * draw(graded(0.003, 0.3, 0.05)))
+        section["catch_up_pass_seconds"] = _short(base * draw(graded(0.003, 0.3, 0.05)))
     if draw(st.sampled_from([False] * 7 + [True])):
-        found["scale"] = draw(st.sampled_from([0.3, 2.0]))
-    return found
+        section["scale"] = draw(st.sampled_from([0.3, 2.0]))
+    return section
 
 
 @st.composite
 def _tabulated(draw: st.DrawFn, cost: Cost) -> Cost:
     """The same costs as a table, every cell up to a fifth off the smooth formula."""
-    folder, place = Path(), Place("drawn")
+    folder, place = Path(), FieldLocations("drawn")
     section = {name: value for name, value in cost.section.items() if name == "formula"}
-    surface = CostSection.model_validate(section).surface(cost.max_batch_size, folder, place)
+    surface = CostSection.model_validate(section).make_surface(cost.max_batch_size, folder, place)
     sizes = [2**i for i in range(cost.max_batch_size.bit_length())]
     rough = st.sampled_from([1.0, 1.05, 0.95, 1.1, 0.9, 1.2, 0.8])
     files: dict[str, str] = {}
@@ -127,28 +127,31 @@ def _tabulated(draw: st.DrawFn, cost: Cost) -> Cost:
                 ]
         files[f"{name}.csv"] = "\n".join(lines) + "\n"
     formula = cost.section["formula"]
-    others = {name: value for name, value in cost.section.items() if name != "formula"}
-    kinds = {name: one["kind"] for name, one in formula["drafters"].items()}
-    found = {"table": {name: f"{name}.csv" for name in cost.drafters}, "kinds": kinds} | others
+    other_sections = {name: value for name, value in cost.section.items() if name != "formula"}
+    kinds = {name: drafter["kind"] for name, drafter in formula["drafters"].items()}
+    table_section = {
+        "table": {name: f"{name}.csv" for name in cost.drafters},
+        "kinds": kinds,
+    } | other_sections
     price = formula["step"].get("seconds_per_kv_token")
     if price is not None:
-        found |= {"seconds_per_kv_token": price, "kv_reference": surface.kv_reference}
-    return Cost(found, cost.drafters, cost.max_batch_size, cost.off_seconds, files)
+        table_section |= {"seconds_per_kv_token": price, "kv_reference": surface.kv_reference}
+    return Cost(table_section, cost.drafters, cost.max_batch_size, cost.off_seconds, files)
 
 
 @st.composite
 def _published(draw: st.DrawFn) -> Cost:
-    name = draw(st.sampled_from(sorted(published.names())))
-    surface = published.surface(name)
+    name = draw(st.sampled_from(sorted(published.surface_names())))
+    surface = published.published_surface(name)
     names = [spec.name for spec in surface.drafters]
-    chosen = draw(st.sampled_from([names, *[[one] for one in names]]))
+    drafter_names = draw(st.sampled_from([names, *[[single] for single in names]]))
     base = float(surface.seconds[0, 1])
-    section: dict[str, Any] = {"published": name, "drafters": chosen}
+    section: dict[str, Any] = {"published": name, "drafters": drafter_names}
     section |= draw(_prices(base, surface.prefill_seconds_per_token))
     if draw(st.booleans()):
         section["gammas"] = draw(st.sampled_from([[1, 2, 3], [1, 3, 5], [3]]))
     size = min(surface.max_batch_size, 128)
-    priced = CostSection.model_validate(section).surface(size, Path(), Place("drawn"))
+    priced = CostSection.model_validate(section).make_surface(size, Path(), FieldLocations("drawn"))
     gammas = {d.name: tuple(g for g in d.gammas if g) for d in priced.drafters}
 
     def off_seconds(batch: int, context: float) -> float:

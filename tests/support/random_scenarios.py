@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from simulator.scenarios.fields import Place
+from simulator.scenarios.fields import FieldLocations
 from simulator.scenarios.scenario_file import Scenario, parse_scenario
 from tests.support.random_costs import Cost, costs, graded
 
@@ -27,7 +27,7 @@ _STEPS = (600, 1000, 1600)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnScenario:
     """A scenario file before it is written.  files: name -> text of what it names."""
 
     document: dict[str, Any]
@@ -42,7 +42,7 @@ class Drawn:
         """Makes the scenario; its files are written to the folder."""
         for name, text in self.files.items():
             (folder / name).write_text(text)
-        return parse_scenario(self.document, Place("drawn")).scenario(folder)
+        return parse_scenario(self.document, FieldLocations("drawn")).make_scenario(folder)
 
     def write(self, folder: Path, name: str, comment: str = "") -> Path:
         """Writes the scenario file and those that it names, which get its name before theirs."""
@@ -64,7 +64,7 @@ def has_memory(document: dict[str, Any]) -> bool:
 
 
 @st.composite
-def scenarios(draw: Draw) -> Drawn:
+def scenarios(draw: Draw) -> DrawnScenario:
     """Any scenario that runs for some 600 to 2,000 steps."""
     cost = draw(costs())
     traffic, kinds = draw(_traffic(cost.drafters))
@@ -80,7 +80,7 @@ def scenarios(draw: Draw) -> Drawn:
         document["arrivals"] = draw(_arrivals(cost, kinds, traffic))
     else:
         document |= draw(_phases(cost, kinds))
-    return Drawn(document, cost.files)
+    return DrawnScenario(document, cost.files)
 
 
 def _one_in(n: int) -> st.SearchStrategy[bool]:
@@ -132,8 +132,8 @@ def _profile(draw: Draw, cost: Cost) -> dict[str, Any] | None:
         section["by_arm"] = wrong
     if draw(_one_in(4)):
         sizes = [b for b in _BATCHES if b <= cost.max_batch_size]
-        chosen = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=3, unique=True))
-        section["by_batch_size"] = {size: draw(graded(0.5, 2.0, 1.0)) for size in chosen}
+        chosen_sizes = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=3, unique=True))
+        section["by_batch_size"] = {size: draw(graded(0.5, 2.0, 1.0)) for size in chosen_sizes}
     if draw(_one_in(5)):
         section["context_term"] = False
     if draw(_one_in(5)):
@@ -199,10 +199,10 @@ def _memory(draw: Draw, drafters: Sequence[str]) -> dict[str, Any]:
 @st.composite
 def _phases(draw: Draw, cost: Cost, kinds: Sequence[str]) -> dict[str, Any]:
     """One to four phases, again and again until there are steps enough."""
-    wanted = draw(st.sampled_from(_STEPS))
+    total_steps = draw(st.sampled_from(_STEPS))
     batches = st.sampled_from([b for b in _BATCHES if b <= cost.max_batch_size])
     count = draw(st.integers(1, 4))
-    length = draw(st.sampled_from([wanted, 200, 100, 50, 20])) if count > 1 else wanted
+    length = draw(st.sampled_from([total_steps, 200, 100, 50, 20])) if count > 1 else total_steps
     phases = []
     for _ in range(count):
         phase: dict[str, Any] = {"kind": draw(st.sampled_from(kinds)), "batch": draw(batches)}
@@ -218,7 +218,7 @@ def _phases(draw: Draw, cost: Cost, kinds: Sequence[str]) -> dict[str, Any]:
         phases.append(phase)
     return {
         "phases": phases,
-        "repeat": max(1, math.ceil(wanted / (length * count))),
+        "repeat": max(1, math.ceil(total_steps / (length * count))),
         "requests": draw(st.sampled_from([128, 64, 256])),
     }
 
@@ -239,11 +239,11 @@ def _arrivals(
         load = draw(st.sampled_from([0.9, 0.3, 0.6, 1.1]))
         seconds = max(1, round(steps * step))
         rate = load * batch / step / traffic[kind]["output_tokens_mean"]
-        found: dict[str, Any] = {
+        rate_section: dict[str, Any] = {
             "seconds": seconds,
             "requests_per_second": float(f"{max(rate, 5 / seconds):.3g}"),
         }
         if draw(_one_in(3)):
-            found["kind"] = draw(st.sampled_from(kinds))
-        rates.append(found)
+            rate_section["kind"] = draw(st.sampled_from(kinds))
+        rates.append(rate_section)
     return {"kind": kind, "rates": rates, "seed": draw(st.integers(0, 99))}

@@ -47,7 +47,7 @@ class EventfulEngine(VirtualEngine):
 
     core: RecordedController
 
-    def probe_of(self, row: PlanRow) -> Probe | None:
+    def next_probe(self, row: PlanRow) -> Probe | None:
         return row.probe if row.probe and self.rng.random() < 0.5 else None
 
     def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
@@ -74,35 +74,37 @@ def recorder(
     limit_bytes: int = 50_000_000,
     end_of: Callable[[str], float | None] = lambda _: None,
 ) -> Iterator[Recorder]:
-    made = Recorder(directory, limit_bytes, end_of)
-    made.open()
+    event_recorder = Recorder(directory, limit_bytes, end_of)
+    event_recorder.open()
     try:
-        yield made
+        yield event_recorder
     finally:
-        made.close()
+        event_recorder.close()
 
 
 def engine(
-    made: Recorder,
+    event_recorder: Recorder,
     spec: EngineSpec | None = None,
     profile: Profile | None = None,
     seed: int = 0,
     **planner: Any,
 ) -> EventfulEngine:
     clock = VirtualClock(1000.0)
-    core = made.core(spec or full_spec(), PlannerSettings(**planner), profile, clock, TRAINING)
+    core = event_recorder.create_core(
+        spec or full_spec(), PlannerSettings(**planner), profile, clock, TRAINING
+    )
     return EventfulEngine(core, clock, rng=random.Random(seed))
 
 
-def written(made: Recorder) -> None:
+def flush(event_recorder: Recorder) -> None:
     """Writes all that was put, here and now: for a recorder whose own rounds are far apart."""
-    made._round()
+    event_recorder._write_queued()
 
 
 def record(directory: Path, steps: int = 300, seed: int = 0, **planner: Any) -> None:
     """A plain recording of one engine."""
-    with recorder(directory) as made:
-        engine(made, seed=seed, **planner).run(steps)
+    with recorder(directory) as event_recorder:
+        engine(event_recorder, seed=seed, **planner).run(steps)
 
 
 def segments(directory: Path) -> Sequence[Path]:

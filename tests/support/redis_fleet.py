@@ -49,7 +49,7 @@ class Fleet:
     """
 
     folder: Path
-    one: Ports
+    main: Ports
     strict: Ports
     cluster: Ports
     sentinels: dict[str, Ports]
@@ -88,42 +88,46 @@ def sentinel_conf(folder: Path, services: dict[str, int]) -> None:
 @contextlib.contextmanager
 def fleet(folder: Path) -> Iterator[Fleet]:
     make_authority(folder, ["localhost", "client"], ["127.0.0.1", "::1"])
-    both = (folder / "client.pem").read_text() + (folder / "client.key").read_text()
-    (folder / "both.pem").write_text(both)
+    key_pair = (folder / "client.pem").read_text() + (folder / "client.key").read_text()
+    (folder / "both.pem").write_text(key_pair)
     kinds = ("open", "same", "own")
-    here = Fleet(
+    servers = Fleet(
         folder, Ports.free(), Ports.free(), Ports.free(), {kind: Ports.free() for kind in kinds}
     )
 
-    def server(name: str, ports: Ports, clients: str, *more: str) -> RedisServer:
-        options = (*BOTH_FAMILIES, *tls_options(folder, ports.tls, clients), *more)
+    def server(name: str, ports: Ports, clients: str, *extra_options: str) -> RedisServer:
+        options = (*BOTH_FAMILIES, *tls_options(folder, ports.tls, clients), *extra_options)
         kind = "sentinel" if name.startswith("sentinel") else "server"
         return RedisServer(folder / name, *options, port=ports.plain, kind=kind)
 
     with contextlib.ExitStack() as stack:
         bus = ("--cluster-port", str(free_port()))
         options = ("--cluster-enabled", "yes", "--tls-cluster", "yes", *bus)
-        cluster = stack.enter_context(server("cluster", here.cluster, "yes", *options))
+        cluster = stack.enter_context(server("cluster", servers.cluster, "yes", *options))
         with cluster.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         socket = ("--unixsocket", f"{folder}/redis.sock")
-        one = stack.enter_context(server("one", here.one, "optional", *socket))
-        strict = stack.enter_context(server("strict", here.strict, "yes"))
-        for kind, ports in here.sentinels.items():
-            services = {"plain": here.one.plain, "tls": here.one.tls, "strict": here.strict.tls}
+        main_server = stack.enter_context(server("one", servers.main, "optional", *socket))
+        strict = stack.enter_context(server("strict", servers.strict, "yes"))
+        for kind, ports in servers.sentinels.items():
+            services = {
+                "plain": servers.main.plain,
+                "tls": servers.main.tls,
+                "strict": servers.strict.tls,
+            }
             sentinel_conf(folder / f"sentinel-{kind}", services)
             sentinel = stack.enter_context(server(f"sentinel-{kind}", ports, "optional"))
             with sentinel.client() as client:
                 if kind == "same":
                     guard(client, {"": PASSWORDS[USER]})
-                    also = f">{PASSWORDS['']}"
-                    client.execute_command("ACL", "SETUSER", "default", also)
+                    second_password = f">{PASSWORDS['']}"
+                    client.execute_command("ACL", "SETUSER", "default", second_password)
                 if kind == "own":
                     guard(client, SENTINEL_PASSWORDS)
         state = ("CLUSTER", "INFO")
         with cluster.client() as client:
             eventually(lambda: re.search(r"state\W+ok", str(client.execute_command(*state))))
-        for running in (cluster, one, strict):
+        for running in (cluster, main_server, strict):
             with running.client() as client:
                 guard(client, PASSWORDS)
-        yield here
+        yield servers

@@ -80,12 +80,12 @@ def request_kinds(answers: Answers) -> dict[str, Body]:
     }
 
 
-def check_same(found: Answers, expected: Answers) -> None:
+def check_same(actual: Answers, expected: Answers) -> None:
     """The same tokens, text, ends and ranking; log probabilities within `LOGPROB_TOLERANCE`."""
-    for one, other in zip(found, expected, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        assert one["text"] == other["text"]
-        meta, plain = one["meta_info"], other["meta_info"]
+    for actual_answer, expected_answer in zip(actual, expected, strict=True):
+        assert actual_answer["output_ids"] == expected_answer["output_ids"]
+        assert actual_answer["text"] == expected_answer["text"]
+        meta, plain = actual_answer["meta_info"], expected_answer["meta_info"]
         assert meta["finish_reason"] == plain["finish_reason"]
         names = {name for name in plain if name.endswith("_logprobs")}
         assert names == {name for name in meta if name.endswith("_logprobs")}

@@ -17,8 +17,8 @@ from prometheus_client.samples import Sample
 from controller.core.clock import Clock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Fingerprint
-from controller.service.metrics.family import Family, samples, write
-from controller.service.metrics.server import OF_AN_ENGINE
+from controller.service.metrics.family import MetricFamily, add_samples, samples
+from controller.service.metrics.server import ENGINE_FAMILIES
 from controller.service.server import Sidecar
 from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import EngineSnapshot
@@ -38,11 +38,11 @@ ENVIRONMENT = {
 T = TypeVar("T")
 
 
-async def soon(awaitable: Awaitable[T]) -> T:
+async def with_timeout(awaitable: Awaitable[T]) -> T:
     return await asyncio.wait_for(awaitable, PATIENCE_SECONDS)
 
 
-async def until(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
     """Lets the sidecar work until the condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110  # the condition is the sidecar's state, no event
@@ -104,7 +104,7 @@ def make_profile(target_model: str = "target", measured_at: str = "2020-01-01") 
 
 
 @dataclass
-class Running:
+class RunningSidecar:
     """A sidecar that serves, and stubs that are connected to it."""
 
     sidecar: Sidecar
@@ -126,21 +126,21 @@ class Running:
         request = service_pb2.IntroduceRequest(
             engine=engine_message(engine_id, **engine), engine_secret=secret_of(engine_id)
         )
-        return (await soon(self.speculation.Introduce(request))).session_id
+        return (await with_timeout(self.speculation.Introduce(request))).session_id
 
     async def status(self, engine_id: str = "engine-0") -> service_pb2.EngineStatus:
-        answer = await soon(self.inspection.ListEngines(service_pb2.ListEnginesRequest()))
+        answer = await with_timeout(self.inspection.ListEngines(service_pb2.ListEnginesRequest()))
         return next(e for e in answer.engines if e.engine.engine_id == engine_id)
 
     async def explain(self, batch_size: int = 0) -> service_pb2.ExplainResponse:
         request = service_pb2.ExplainRequest(engine_id="engine-0", batch_size=batch_size)
-        return await soon(self.inspection.Explain(request))
+        return await with_timeout(self.inspection.Explain(request))
 
 
 @asynccontextmanager
-async def serving(
+async def running_sidecar(
     directory: Path, clock: Clock | None = None, **settings: Any
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningSidecar]:
     """A sidecar on `directory`/controller.sock without metrics, unless the settings say else."""
     address = f"unix:{directory}/controller.sock"
     sidecar = Sidecar(Settings.load({"address": address, "metrics_port": 0} | settings), clock)
@@ -150,30 +150,30 @@ async def serving(
         grpc.aio.insecure_channel(address) as channel,
         grpc.aio.insecure_channel(operators) as by_operators,
     ):
-        yield Running(sidecar, channel, by_operators)
+        yield RunningSidecar(sidecar, channel, by_operators)
 
 
-def measured_of(session: EngineSession) -> dict[tuple[str, ...], float]:
+def session_metrics(session: EngineSession) -> dict[tuple[str, ...], float]:
     """Its metrics as a scrape would show them: by name, and value of their own label."""
-    view = EngineSnapshot.of(session)
+    view = EngineSnapshot.from_session(session)
     return {
         (sample.name, *list(sample.labels.values())[1:]): sample.value
-        for family in OF_AN_ENGINE
-        for sample in written(family, view)
+        for family in ENGINE_FAMILIES
+        for sample in render_family(family, view)
     }
 
 
-def written(family: Family[Any], source: Any) -> Sequence[Sample]:
+def render_family(family: MetricFamily[Any], source: Any) -> Sequence[Sample]:
     """Its samples as a scrape has them, of an engine "e" where it is of an engine."""
-    common = {"engine": "e"} if family in OF_AN_ENGINE else {}
-    into = family.empty(*common)
-    write(samples(family, source), into, *common.values())
-    return into.samples
+    common = {"engine": "e"} if family in ENGINE_FAMILIES else {}
+    target = family.make_empty(*common)
+    add_samples(samples(family, source), target, *common.values())
+    return target.samples
 
 
-async def next_of(call: "grpc.aio.StreamStreamCall[Any, T]") -> T:
+async def read_next(call: "grpc.aio.StreamStreamCall[Any, T]") -> T:
     """The next answer.  Raises grpc.aio.AioRpcError when the stream ended badly."""
-    answer = await soon(call.read())
+    answer = await with_timeout(call.read())
     assert answer is not grpc.aio.EOF, "the stream ended"
     return cast("T", answer)
 
@@ -186,14 +186,14 @@ def health_stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
 class SteerClient:
     """One Steer stream, as an agent has it."""
 
-    def __init__(self, running: Running, session_id: str) -> None:
+    def __init__(self, running: RunningSidecar, session_id: str) -> None:
         self.session_id = session_id
         self.call = running.speculation.Steer()
 
     async def send(
         self, *reports: engine_pb2.StepReport, session_id: str = "", dropped: int = 0
     ) -> None:
-        await soon(
+        await with_timeout(
             self.call.write(
                 service_pb2.SteerRequest(
                     session_id=session_id or self.session_id,
@@ -205,7 +205,7 @@ class SteerClient:
 
     async def read(self) -> service_pb2.SteerResponse:
         """Raises grpc.aio.AioRpcError when the stream ended badly."""
-        return await next_of(self.call)
+        return await read_next(self.call)
 
     async def plan(self) -> plan_pb2.Plan:
         while True:
@@ -222,15 +222,15 @@ class SteerClient:
     async def end(self) -> tuple[grpc.StatusCode, str]:
         """Reads on to the end; its status."""
         with suppress(grpc.aio.AioRpcError):
-            while await soon(self.call.read()) is not grpc.aio.EOF:
+            while await with_timeout(self.call.read()) is not grpc.aio.EOF:
                 pass
-        return await soon(self.call.code()), await soon(self.call.details()) or ""
+        return await with_timeout(self.call.code()), await with_timeout(self.call.details()) or ""
 
 
 async def failure(awaitable: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
     """The status that a call fails with."""
     try:
-        await soon(awaitable)
+        await with_timeout(awaitable)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     raise AssertionError("the call succeeded")

@@ -14,13 +14,13 @@ def setting_texts(settings: type[BaseModel]) -> dict[str, str]:
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, below in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
+    texts: dict[str, str] = {}
+    for field, next_statement in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         name = field.target.id
         text = settings.model_fields[name].description or ""
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            text = str(below.value.value)
-        found[name] = " ".join(text.split())
-    return found
+        if isinstance(next_statement, ast.Expr) and isinstance(next_statement.value, ast.Constant):
+            text = str(next_statement.value.value)
+        texts[name] = " ".join(text.split())
+    return texts

@@ -47,7 +47,7 @@ def sidecar_process(
     """log: where its lines go; by default a pipe, which holds some hundred."""
     address = f"unix:{directory}/controller.sock"
     command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0", *flags]
-    began = time.monotonic()
+    start_time = time.monotonic()
     variables = ENVIRONMENT | dict(environment or {})
     with (
         contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("a") as lines,
@@ -55,7 +55,7 @@ def sidecar_process(
     ):
         try:
             wait_until_serving(address, process)
-            yield SidecarProcess(process, address, time.monotonic() - began)
+            yield SidecarProcess(process, address, time.monotonic() - start_time)
         finally:
             process.kill()
 

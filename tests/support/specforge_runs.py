@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.installed_wheel import fetched
+from tests.support.installed_wheel import fetch_wheel
 
 # Newest on the index, and what its offline trainer imports that .venv does not hold.  Without its
 # dependencies: it pins a torch and an SGLang for CUDA.
@@ -46,7 +46,7 @@ _RUNNER = Path(__file__).with_name("specforge_on_cpu.py")
 def package_paths() -> tuple[Path, ...]:
     """The unpacked packages.  Skips the test, loudly, where the index does not have them."""
     try:
-        return tuple(fetched(package, version) for package, version in PACKAGES.items())
+        return tuple(fetch_wheel(package, version) for package, version in PACKAGES.items())
     except subprocess.CalledProcessError as error:
         reason = f"SPECFORGE'S TRAINER WAS NOT TESTED: {' '.join(error.cmd[-1:])} cannot be had"
         print(f"\n*** {reason} ***", file=sys.__stderr__)
@@ -65,7 +65,7 @@ class Run:
     overrides: tuple[str, ...] = ()
 
     @property
-    def made(self) -> Path:
+    def trained_folder(self) -> Path:
         """The folder of the trained drafter."""
         return self.exported / "trained"
 
@@ -81,7 +81,7 @@ class Run:
         return [(str(self.exported), words) for words in (plan, second, train, export)]
 
 
-def trained(*runs: Run, kernel: bool) -> list[list[dict[str, Any]]]:
+def train_runs(*runs: Run, kernel: bool) -> list[list[dict[str, Any]]]:
     """Trains and exports in one process; returns what the trainer logs of each step of each run.
 
     kernel: whether the EAGLE3 loss is the Triton kernel, interpreted.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.messages import REPORT, ArrivedPlan, plan_packet, table_digest
+from engine_shim.link.messages import REPORT, ArrivedPlan, encode_plan, table_digest
 from engine_shim.link.plan_follower import Source, StepChoice
 from speculation.v1.engine_pb2 import (
     ClassCounts,
@@ -22,7 +22,7 @@ def step_report(
     step: int, counts: Sequence[int] = (1, 1, 1, 1), choice: StepChoice | None = None, **fields: Any
 ) -> StepReport:
     """A step whose rows accepted so many drafts.  choice: that it ran.  fields: of the report."""
-    said: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "step": step,
         "batch_size": sum(counts),
         "kv_tokens": 100 * sum(counts),
@@ -31,7 +31,7 @@ def step_report(
         "accepted_counts": counts,
         "step_seconds": 0.01,
     }
-    report = StepReport(**(said | fields))
+    report = StepReport(**(defaults | fields))
     if choice is not None:
         report.plan_epoch, report.plan_session = choice.epoch, choice.session
         report.probe_id = choice.probe_id
@@ -45,7 +45,7 @@ def send(link: EngineLink, report: StepReport) -> bool:
     return link.report(lambda empty: empty.CopyFrom(report))
 
 
-def filled(fill: Callable[[StepReport], None]) -> StepReport:
+def fill_report(fill: Callable[[StepReport], None]) -> StepReport:
     """What a link would send."""
     report = StepReport()
     fill(report)
@@ -61,7 +61,7 @@ def read_report(packet: bytes) -> StepReport:
 def send_plan(agent: socket.socket, plan: Plan, age_seconds: float = 0.0) -> None:
     """Sends a plan to the engine, as its agent does."""
     arrival_ns = time.monotonic_ns() - round(age_seconds * 1e9)
-    agent.send(plan_packet(ArrivedPlan(plan, arrival_ns, table_digest(plan))))
+    agent.send(encode_plan(ArrivedPlan(plan, arrival_ns, table_digest(plan))))
 
 
 def flags_of(report: StepReport) -> set[str]:

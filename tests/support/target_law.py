@@ -22,7 +22,7 @@ Answer: TypeAlias = tuple[int, ...]
 Law: TypeAlias = Mapping[Answer, float]
 
 # A cell of the test stands for at least so many expected answers; rarer ones share one.
-LEAST_EXPECTED = 5.0
+MIN_EXPECTED = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Sampling:
         order = np.argsort(-probs)
         probs[order[self.top_k :]] = 0
         probs /= probs.sum()
-        before = np.cumsum(probs[order]) - probs[order]
-        probs[order[before >= self.top_p]] = 0
+        cumulative = np.cumsum(probs[order]) - probs[order]
+        probs[order[cumulative >= self.top_p]] = 0
         restricted: Row = probs / probs.sum()
         return restricted
 
@@ -54,14 +54,14 @@ def exact(probs: Row) -> Row:
     return probs
 
 
-def accepts_what_is_possible(probs: Row) -> Row:
+def always_accept(probs: Row) -> Row:
     """A wrong one: a drafted token, here the likeliest, is always accepted."""
     wrong = np.zeros_like(probs)
     wrong[probs.argmax()] = 1
     return wrong
 
 
-def draws_from_all_after_a_rejection(probs: Row) -> Row:
+def redraw_from_all(probs: Row) -> Row:
     """A wrong one: what was rejected, here the likeliest, may be drawn again."""
     draft = probs.argmax()
     wrong: Row = probs * (1 - probs[draft])
@@ -88,12 +88,14 @@ def law_of_answers(
         with torch.no_grad():
             logits, _ = target.logits_and_features(rows, ())
         longer: dict[Answer, float] = {}
-        for (answer, before), row in zip(law.items(), logits[:, -1].double().numpy(), strict=True):
+        for (answer, probability), row in zip(
+            law.items(), logits[:, -1].double().numpy(), strict=True
+        ):
             probs = sampling.restrict(row)
             if place:
                 probs = (1 - drafted) * probs + drafted * verification(probs)
             for token in np.flatnonzero(probs):
-                longer[*answer, int(token)] = before * float(probs[token])
+                longer[*answer, int(token)] = probability * float(probs[token])
         law = longer
     return law
 
@@ -112,19 +114,19 @@ def power(wrong: Law, law: Law, count: int, alpha: float, trials: int = 2000) ->
     cells = list(law)
     probs = np.array([wrong.get(cell, 0.0) for cell in cells])
     counts = np.random.default_rng(0).multinomial(count, probs / probs.sum(), size=trials)
-    found = p_values(counts.astype(np.float64), np.array([law[cell] for cell in cells]))
-    return float((found < alpha).mean())
+    trial_p_values = p_values(counts.astype(np.float64), np.array([law[cell] for cell in cells]))
+    return float((trial_p_values < alpha).mean())
 
 
 def p_values(counts: Row, probs: Row) -> Row:
     """Of each row of counts [rows, cells]; probs: [cells]."""
     expected = probs * counts[0].sum()
-    rare = expected < LEAST_EXPECTED
-    seen = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
-    wanted = np.append(expected[~rare], expected[rare].sum())
+    rare = expected < MIN_EXPECTED
+    observed = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
+    expected_cells = np.append(expected[~rare], expected[rare].sum())
     if not rare.any():
-        seen, wanted = seen[:, :-1], wanted[:-1]
-    terms = seen * np.log(np.where(seen > 0, seen, 1.0) / wanted)
-    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
-    found: Row = torch.special.gammaincc(freedom, torch.tensor(terms.sum(1))).numpy()
-    return found
+        observed, expected_cells = observed[:, :-1], expected_cells[:-1]
+    terms = observed * np.log(np.where(observed > 0, observed, 1.0) / expected_cells)
+    freedom = torch.tensor((len(expected_cells) - 1) / 2, dtype=torch.float64)
+    tail_probabilities: Row = torch.special.gammaincc(freedom, torch.tensor(terms.sum(1))).numpy()
+    return tail_probabilities

@@ -20,26 +20,26 @@ LAYERS = (0, 1)
 
 def make_target() -> Qwen3Target:
     torch.manual_seed(8)
-    made = Qwen3Target(SHAPE)
+    target = Qwen3Target(SHAPE)
     with torch.no_grad():
-        made.model.embed_tokens.weight.mul_(20)
-    return made.eval().requires_grad_(False)
+        target.model.embed_tokens.weight.mul_(20)
+    return target.eval().requires_grad_(False)
 
 
 def make_student(target: Qwen3Target) -> Eagle3Student:
     torch.manual_seed(9)
     return Eagle3Student(
-        Eagle3Shape(SHAPE.with_layers(1), LAYERS), target.model.embed_tokens.weight
+        Eagle3Shape(SHAPE.replace_layers(1), LAYERS), target.model.embed_tokens.weight
     )
 
 
 def with_draft_vocabulary(student: Eagle3Student, tokens: torch.Tensor) -> Eagle3Student:
     """The same drafter, which can draft these of its tokens only: the other rows of its head go."""
     shape = replace(student.shape, draft_vocabulary=len(tokens))
-    made = Eagle3Student(shape, student.embedding, tokens=tokens)
-    kept = {name: part.detach() for name, part in student.state_dict().items()}
-    made.load_state_dict(kept | {"lm_head.weight": kept["lm_head.weight"][tokens]})
-    return made
+    pruned = Eagle3Student(shape, student.embedding, tokens=tokens)
+    state = {name: part.detach() for name, part in student.state_dict().items()}
+    pruned.load_state_dict(state | {"lm_head.weight": state["lm_head.weight"][tokens]})
+    return pruned
 
 
 def make_pruned_student(target: Qwen3Target) -> Eagle3Student:
@@ -50,7 +50,7 @@ def make_pruned_student(target: Qwen3Target) -> Eagle3Student:
 
 def make_block_student(target: Qwen3Target, block: int = 5) -> DFlashStudent:
     torch.manual_seed(10)
-    shape = DFlashShape(SHAPE.with_layers(2), LAYERS, block, mask_token=SHAPE.vocabulary - 1)
+    shape = DFlashShape(SHAPE.replace_layers(2), LAYERS, block, mask_token=SHAPE.vocabulary - 1)
     return DFlashStudent(shape, target.model.embed_tokens.weight)
 
 
@@ -58,7 +58,7 @@ def make_predictor(target: Qwen3Target) -> MtpStudent:
     """Its features are those of one layer."""
     torch.manual_seed(11)
     embedding = target.model.embed_tokens.weight
-    return MtpStudent(MtpShape(SHAPE.with_layers(1)), embedding, head=0.5 * embedding)
+    return MtpStudent(MtpShape(SHAPE.replace_layers(1)), embedding, head=0.5 * embedding)
 
 
 def make_round(target: Qwen3Target, length: int, seed: int, top: int, requests: int = 1) -> Round:
@@ -67,20 +67,20 @@ def make_round(target: Qwen3Target, length: int, seed: int, top: int, requests: 
     tokens = torch.randint(SHAPE.vocabulary, (requests, length), generator=generator)
     logits, features = target.logits_and_features(tokens, LAYERS)
     top_logs, top_tokens = functional.log_softmax(logits, dim=-1).topk(top, dim=-1)
-    there = torch.ones(requests, length, dtype=torch.bool)
+    valid = torch.ones(requests, length, dtype=torch.bool)
     positions = torch.arange(length).expand(requests, length)
-    return Round(tokens, torch.cat(features, dim=-1), top_tokens, top_logs, there, there, positions)
+    return Round(tokens, torch.cat(features, dim=-1), top_tokens, top_logs, valid, valid, positions)
 
 
-def side_by_side(first: Round, second: Round) -> Round:
+def concatenate_rounds(first: Round, second: Round) -> Round:
     """Both in one round, right-aligned."""
     longest = max(first.tokens.shape[1], second.tokens.shape[1])
 
-    def padded(part: torch.Tensor) -> torch.Tensor:
+    def pad(part: torch.Tensor) -> torch.Tensor:
         missing = longest - part.shape[1]
         return torch.cat([part.new_zeros(part.shape[0], missing, *part.shape[2:]), part], dim=1)
 
-    return Round(*(torch.cat([padded(a), padded(b)]) for a, b in zip(first, second, strict=True)))
+    return Round(*(torch.cat([pad(a), pad(b)]) for a, b in zip(first, second, strict=True)))
 
 
 @torch.no_grad()

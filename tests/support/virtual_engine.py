@@ -21,7 +21,7 @@ StepSeconds = Callable[[int, int], float]
 Acceptance = float | Sequence[float]
 
 
-def gpu_like(gamma: int, batch_size: int) -> float:
+def gpu_step_seconds(gamma: int, batch_size: int) -> float:
     """Seconds of a step: flat, then compute-bound past a couple of hundred tokens."""
     draft = 0.0009 * gamma + (0.0006 if gamma else 0.0004)
     return 0.008 + draft + 0.00003 * max(0, batch_size * (gamma + 1) - 48)
@@ -70,7 +70,7 @@ class VirtualEngine:
 
     core: EngineController
     clock: VirtualClock
-    seconds: StepSeconds = gpu_like
+    seconds: StepSeconds = gpu_step_seconds
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     noise: float = 0.03
     context: int = 512
@@ -90,7 +90,7 @@ class VirtualEngine:
         """`steps` decode steps of a constant batch; acceptance[k] = P(k + 1 accepted | k were)."""
         for _ in range(steps):
             row = self.plan.row_for(batch_size)
-            probe = self.probe_of(row)
+            probe = self.next_probe(row)
             arm, self.probe_id = (probe.arm, probe.probe_id) if probe else (row.arm, 0)
             report = self.decode(arm, batch_size, acceptance)
             self.elapsed += report.step_seconds
@@ -100,16 +100,16 @@ class VirtualEngine:
             self.core.observe(report)
             self.core.next_plan()
 
-    def probe_of(self, row: PlanRow) -> Probe | None:
+    def next_probe(self, row: PlanRow) -> Probe | None:
         """The probe that the next step runs: each for its number of steps."""
         if row.probe is None:
             return None
-        last, left = self._probe
+        last, steps_left = self._probe
         if row.probe.probe_id != last:
-            left = row.probe.steps
-        if left <= 0:
+            steps_left = row.probe.steps
+        if steps_left <= 0:
             return None
-        self._probe = (row.probe.probe_id, left - 1)
+        self._probe = (row.probe.probe_id, steps_left - 1)
         return row.probe
 
     def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
@@ -125,20 +125,20 @@ class VirtualEngine:
         """The next step's report."""
         self.step += 1
         size = sum(counts)
-        given = {
+        defaults = {
             "kv_tokens": size * self.context,
             "plan_epoch": self.plan.epoch,
             "probe_id": self.probe_id,
         }
         return StepReport(
             self.step, size, drafter=arm.drafter, gamma=arm.gamma, accepted_counts=tuple(counts),
-            step_seconds=seconds, **(given | changes),
+            step_seconds=seconds, **(defaults | changes),
         )  # fmt: skip
 
 
-def make(
+def make_engine(
     profile_error: float | None = 1.0,
-    seconds: StepSeconds = gpu_like,
+    seconds: StepSeconds = gpu_step_seconds,
     seed: int = 0,
     settings: PlannerSettings | None = None,
 ) -> VirtualEngine:

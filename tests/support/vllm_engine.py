@@ -71,23 +71,23 @@ def job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
-    then: Sequence[Mapping[str, Any]] = (),
-    answered: Path | None = None,
+    second_requests: Sequence[Mapping[str, Any]] = (),
+    answered_file: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`lab.vllm_engine.offline` with these engines; killed at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = folder / "job.json"
-    written.write_text(
+    job_file = folder / "job.json"
+    job_file.write_text(
         json.dumps({
             "engines": engines,
-            "phases": [requests, then] if then else [requests],
+            "phases": [requests, second_requests] if second_requests else [requests],
             "output": str(folder / "out.json"),
-            "answered": "" if answered is None else str(answered),
+            "answered": "" if answered_file is None else str(answered_file),
         })
     )  # fmt: skip
     with (folder / "engine.log").open("wb") as output:
         process = subprocess.Popen(
-            [str(PYTHON), "-m", "lab.vllm_engine.offline", str(written)],
+            [str(PYTHON), "-m", "lab.vllm_engine.offline", str(job_file)],
             env=environment(variables or {}),
             cwd=folder,
             stdout=output,
@@ -105,40 +105,40 @@ def run_job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
-    then: Sequence[Mapping[str, Any]] = (),
+    second_requests: Sequence[Mapping[str, Any]] = (),
     before_end: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
     """What the engines have answered, by name; then: requests for when the first are answered.
 
     before_end: an engine that has answered, which it is given, ends once this is true.
     """
-    answered = None if before_end is None else folder / "answered.json"
-    with job(folder, engines, requests, variables, then, answered) as process:
-        if before_end is not None and answered is not None:
-            _let_end(process, answered, before_end)
+    answered_file = None if before_end is None else folder / "answered.json"
+    with job(folder, engines, requests, variables, second_requests, answered_file) as process:
+        if before_end is not None and answered_file is not None:
+            _wait_until_read(process, answered_file, before_end)
         code = process.wait(JOB_SECONDS)
     tail = (folder / "engine.log").read_text(errors="replace")[-3000:]
     assert code == 0, tail
-    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
-    assert not [e for e in found.values() if "error" in e], (found, tail)
-    return found
+    results: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert not [e for e in results.values() if "error" in e], (results, tail)
+    return results
 
 
-def _let_end(
+def _wait_until_read(
     process: subprocess.Popen[bytes],
-    answered: Path,
+    answered_file: Path,
     before_end: Callable[[Mapping[str, Any]], bool],
 ) -> None:
     """Until the job is over; it may take `JOB_SECONDS`."""
 
-    def is_over() -> bool:
-        if answered.exists():
-            found = json.loads(answered.read_text())
-            eventually(lambda: before_end(found), what="what an engine reported is read")
-            answered.unlink()
+    def has_ended() -> bool:
+        if answered_file.exists():
+            results = json.loads(answered_file.read_text())
+            eventually(lambda: before_end(results), description="what an engine reported is read")
+            answered_file.unlink()
         return process.poll() is not None
 
-    eventually(is_over, within=JOB_SECONDS, what="the job is over")
+    eventually(has_ended, timeout_seconds=JOB_SECONDS, description="the job is over")
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,17 @@ class VllmServer:
 
     def counters(self) -> dict[str, int]:
         """vLLM's own counters of speculation: drafts, draft_tokens, accepted_tokens."""
-        found = re.findall(
+        samples = re.findall(
             r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} ([\d.e+]+)$",
             self._call("/metrics"),
             re.MULTILINE,
         )
-        return {name: int(float(value)) for name, value in found if "per_pos" not in name}
+        return {name: int(float(value)) for name, value in samples if "per_pos" not in name}
 
-    def complete(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+    def complete(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """Answers that may end before their length."""
         body = {"prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
-        answer = json.loads(self._call("/v1/completions", body | {"temperature": 0} | more))
+        answer = json.loads(self._call("/v1/completions", body | {"temperature": 0} | options))
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [choice["token_ids"] for choice in choices]
 
@@ -257,7 +257,7 @@ def vllm_serving(
         )
     try:
         server = VllmServer(process, port, log)
-        eventually(server.is_ready, within=START_SECONDS, what="vLLM is ready")
+        eventually(server.is_ready, timeout_seconds=START_SECONDS, description="vLLM is ready")
         yield server
     finally:
         _end(process)

@@ -64,30 +64,30 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="whether they run; figures are noise")
     options = parser.parse_args()
-    chosen = [bench for bench in BENCHES if not options.only or bench.name in options.only]
+    selected = [bench for bench in BENCHES if not options.only or bench.name in options.only]
     _FOLDER.mkdir(parents=True, exist_ok=True)
     place = {"machine": machine(), "versions": versions(), "quick": options.quick}
     (_FOLDER / "machine.json").write_text(json.dumps(place, indent=1) + "\n")
-    found, failed = [], []
+    figures, failed = [], []
     part = _FOLDER / "part.json"
-    for number, bench in enumerate(chosen, 1):
+    for number, bench in enumerate(selected, 1):
         command = bench.command(quick=options.quick)
-        print(f"[{number}/{len(chosen)}] python {' '.join(command)}", flush=True)
+        print(f"[{number}/{len(selected)}] python {' '.join(command)}", flush=True)
         part.unlink(missing_ok=True)
-        began = time.monotonic()
+        start_time = time.monotonic()
         done = subprocess.run([sys.executable, *command, "--json", str(part)], check=False)
 
-        print(f"[{number}/{len(chosen)}] {time.monotonic() - began:.0f} s\n", flush=True)
+        print(f"[{number}/{len(selected)}] {time.monotonic() - start_time:.0f} s\n", flush=True)
         if done.returncode:
             failed.append(" ".join(command))
             continue
-        found += json.loads(part.read_text())
-        (_FOLDER / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+        figures += json.loads(part.read_text())
+        (_FOLDER / "result.json").write_text(json.dumps(figures, indent=1) + "\n")
     part.unlink(missing_ok=True)
-    show(found)
-    for what in failed:
-        print(f"failed: python {what}", file=sys.stderr)
-    print(f"{len(found)} figures in {_FOLDER / 'result.json'}")
+    show(figures)
+    for failed_command in failed:
+        print(f"failed: python {failed_command}", file=sys.stderr)
+    print(f"{len(figures)} figures in {_FOLDER / 'result.json'}")
     return 1 if failed else 0
 
 

@@ -60,16 +60,16 @@ _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 
 def _histograms(acceptance: float) -> dict[int, list[list[int]]]:
     """Accepted counts of some steps, by draft length."""
-    source, found = random.Random(1), {}
+    source, counts_by_gamma = random.Random(1), {}
     for gamma in _GAMMAS:
-        found[gamma] = steps = [[0] * (gamma + 1) for _ in range(_SAMPLES)]
+        counts_by_gamma[gamma] = steps = [[0] * (gamma + 1) for _ in range(_SAMPLES)]
         for counts in steps:
             for _ in range(_BATCH):
                 length = 0
                 while length < gamma and source.random() < acceptance:
                     length += 1
                 counts[length] += 1
-    return found
+    return counts_by_gamma
 
 
 _TRAFFIC: Final = [_histograms(acceptance) for acceptance in _ACCEPTANCES]
@@ -77,7 +77,7 @@ _TRAFFIC: Final = [_histograms(acceptance) for acceptance in _ACCEPTANCES]
 
 @dataclass
 class _Engine:
-    """One engine and its agent.  delays, lateness: seconds, since `begin`."""
+    """One engine and its agent.  delays, lateness: seconds, since `reset`."""
 
     number: int
     gamma: int = 3
@@ -88,15 +88,15 @@ class _Engine:
     delays: list[float] = field(default_factory=list)
     lateness: list[float] = field(default_factory=list)
     _session: str = ""
-    _sent: InFlightReports | None = None
+    _in_flight: InFlightReports | None = None
     # When each was due, and its report.
     _waiting: deque[tuple[float, engine_pb2.StepReport]] = field(default_factory=deque)
     # The stale steps that were reported so far, and when the oldest report beside each was due.
     _questions: int = 0
-    _asked: dict[int, float] = field(default_factory=dict)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _due_by_question: dict[int, float] = field(default_factory=dict)
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Counts from here."""
         self.messages = self.reports = self.dropped = 0
         self.delays, self.lateness = [], []
@@ -110,14 +110,14 @@ class _Engine:
                 service_pb2.IntroduceRequest(engine=spec)
             )
             self._session = opened.session_id
-            self._sent = InFlightReports(
+            self._in_flight = InFlightReports(
                 ReportBuffer(1), opened.session_id, opened.messages_in_flight_max
             )
             call: Any = channel.stream_stream(_STEER)()
             await call.write(self._message().SerializeToString())
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(call, self._sent))
-                tasks.create_task(self._write(call, self._sent))
+                tasks.create_task(self._read(call, self._in_flight))
+                tasks.create_task(self._write(call, self._in_flight))
                 tasks.create_task(self._run_steps(self.number / engines))
 
     async def _run_steps(self, offset: float) -> None:
@@ -136,41 +136,41 @@ class _Engine:
             if len(self._waiting) > _WAITING_MAX:
                 self._waiting.popleft()
                 self.dropped += 1
-            self._news.set()
+            self._has_news.set()
             due += 1 / _STEPS_PER_SECOND
 
-    async def _write(self, call: Any, sent: InFlightReports) -> None:
+    async def _write(self, call: Any, in_flight: InFlightReports) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._waiting and not sent.is_full:
-                some = [
+            await self._has_news.wait()
+            self._has_news.clear()
+            while self._waiting and not in_flight.is_full:
+                batch = [
                     self._waiting.popleft()
                     for _ in range(min(len(self._waiting), _REPORTS_A_MESSAGE))
                 ]
-                message = self._message(*(report for _, report in some))
+                message = self._message(*(report for _, report in batch))
                 self.messages += 1
-                self.reports += len(some)
-                if self.messages % _ASK_EVERY == 0 and self._questions + 1 < some[0][1].step:
+                self.reports += len(batch)
+                if self.messages % _ASK_EVERY == 0 and self._questions + 1 < batch[0][1].step:
                     self._questions += 1
                     message.reports.append(engine_pb2.StepReport(step=self._questions))
-                    self._asked[self._questions] = some[0][0]
-                sent.begin(message.reports, 0)  # type: ignore[arg-type]  # they are only counted
+                    self._due_by_question[self._questions] = batch[0][0]
+                in_flight.add_message(message.reports, 0)  # type: ignore[arg-type]  # they are only counted
                 await call.write(message.SerializeToString())
 
-    async def _read(self, call: Any, sent: InFlightReports) -> None:
+    async def _read(self, call: Any, in_flight: InFlightReports) -> None:
         while True:
             data = await call.read()
             now = time.perf_counter()
             response = service_pb2.SteerResponse.FromString(data)
-            sent.acknowledged = response.received_so_far
-            self._news.set()
+            in_flight.acknowledged = response.received_so_far
+            self._has_news.set()
             for row in response.plan.rows:
                 if row.max_batch_size >= _BATCH:
                     self.gamma = row.gamma
                     break
             for rejection in response.rejections:
-                self.delays.append(now - self._asked.pop(rejection.step))
+                self.delays.append(now - self._due_by_question.pop(rejection.step))
 
     def _message(self, *reports: engine_pb2.StepReport) -> service_pb2.SteerRequest:
         return service_pb2.SteerRequest(session_id=self._session, reports=reports)
@@ -180,14 +180,14 @@ class _Engine:
 class _Run:
     """What one run showed.
 
-    delays: milliseconds.  sidecar_seconds: of the processor.  others: share of the sidecar's core
-    that other programs took.  lateness: milliseconds, of the generator, p99.
+    delays: milliseconds.  sidecar_seconds: of the processor.  foreign_share: share of the sidecar's
+    core that other programs took.  lateness: milliseconds, of the generator, p99.
     """
 
     seconds: float
     delays: Sequence[float]
     sidecar_seconds: float
-    others: float
+    foreign_share: float
     messages: int
     reports: int
     dropped: int
@@ -209,17 +209,24 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
     tasks = [asyncio.create_task(engine.live(address, count)) for engine in engines]
     await asyncio.wait(tasks, timeout=_WARM_UP_SECONDS)
     for engine in engines:
-        engine.begin()
-    spent, worked, began = processor_seconds(pid), _core_seconds(_SIDECAR_CORE), time.perf_counter()
+        engine.reset()
+    sidecar_used, core_used, start = (
+        processor_seconds(pid),
+        _core_seconds(_SIDECAR_CORE),
+        time.perf_counter(),
+    )
     await asyncio.wait(tasks, timeout=seconds)
-    took = time.perf_counter() - began
-    spent, worked = processor_seconds(pid) - spent, _core_seconds(_SIDECAR_CORE) - worked
+    elapsed = time.perf_counter() - start
+    sidecar_used, core_used = (
+        processor_seconds(pid) - sidecar_used,
+        _core_seconds(_SIDECAR_CORE) - core_used,
+    )
     late = [1e3 * seconds for engine in engines for seconds in engine.lateness]
-    found = _Run(
-        took,
+    result = _Run(
+        elapsed,
         [1e3 * delay for engine in engines for delay in engine.delays],
-        spent,
-        max(0.0, worked - spent) / took,
+        sidecar_used,
+        max(0.0, core_used - sidecar_used) / elapsed,
         sum(engine.messages for engine in engines),
         sum(engine.reports for engine in engines),
         sum(engine.dropped for engine in engines),
@@ -230,10 +237,10 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
     for ended in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(ended, Exception):
             raise ended
-    return found
+    return result
 
 
-def _measured(count: int, seconds: float) -> _Run:
+def _measure_count(count: int, seconds: float) -> _Run:
     with quiet_sidecar() as sidecar:
         for thread in Path(f"/proc/{sidecar.process.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {_SIDECAR_CORE})
@@ -248,20 +255,20 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     in_time = lossless = 0
     is_in_time = True
     for count in options.engines or _ENGINES:
-        runs = [_measured(count, options.seconds) for _ in range(options.repeats)]
-        best = min(runs, key=lambda run: run.others)
-        what = f"{count} engines"
+        runs = [_measure_count(count, options.seconds) for _ in range(options.repeats)]
+        best = min(runs, key=lambda run: run.foreign_share)
+        label = f"{count} engines"
         for name, unit, value in (
             ("report to answer, p50", "ms", float(np.percentile(best.delays, 50))),
             ("report to answer, p99", "ms", best.p99),
             ("processor time of a report", "us", 1e6 * best.sidecar_seconds / best.reports),
             ("of the core, the sidecar's", RATIO, best.sidecar_seconds / best.seconds),
-            ("of the core, other programs'", RATIO, best.others),
+            ("of the core, other programs'", RATIO, best.foreign_share),
             ("reports a message", "", best.reports / best.messages),
             ("reports dropped", "", best.dropped),
             ("generator late, p99", "ms", best.lateness),
         ):
-            yield Measurement(f"{what}: {name}", unit, [value])
+            yield Measurement(f"{label}: {name}", unit, [value])
         is_in_time = is_in_time and best.p99 <= _BAR_MS
         in_time = count if is_in_time else in_time
         if best.dropped:

@@ -38,15 +38,17 @@ async def fan_out(states: list[State], changes: int) -> list[float]:
     for number in range(changes):
         name = f"change-{number}"
         override = Override(name, Scope(ScopeKind.FLEET), Rule(gamma_max=2), "ann", "bench")
-        began = time.monotonic()
-        held, _ = await states[number % len(states)].override_registry.set(override, 60.0, "", ANN)
+        start = time.monotonic()
+        stored, _ = await states[number % len(states)].override_registry.set_override(
+            override, 60.0, "", ANN
+        )
         waiting = list(states)
         while waiting:
             waiting = [state for state in waiting if not state.obeys(name)]
-            now = time.monotonic() - began
+            now = time.monotonic() - start
             delays += [now] * (len(states) - len(waiting) - (len(delays) - number * len(states)))
             await asyncio.sleep(0.001)
-        await states[0].override_registry.clear(name, held.etag, ANN)
+        await states[0].override_registry.clear_override(name, stored.etag, ANN)
     return delays
 
 
@@ -59,10 +61,12 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
         grown = psutil.Process().memory_info().rss - rss
         await asyncio.sleep(2)
         with server.client() as client:
-            before: Any = client.info("stats")
+            stats_before: Any = client.info("stats")
             await asyncio.sleep(QUIET_SECONDS)
-            after: Any = client.info("stats")
-        commands = after["total_commands_processed"] - before["total_commands_processed"]
+            stats_after: Any = client.info("stats")
+        commands = (
+            stats_after["total_commands_processed"] - stats_before["total_commands_processed"]
+        )
         delays = await fan_out(states, changes)
         await asyncio.gather(*(state.close() for state in states))
     return delays, commands / (QUIET_SECONDS * sidecars), grown / (sidecars * engines)
@@ -82,15 +86,15 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     ]
     delays, commands, grown = zip(*runs, strict=True)
     local = options.sidecars == 1
-    of = "1 sidecar" if local else f"{options.sidecars} sidecars"
+    fleet_size = "1 sidecar" if local else f"{options.sidecars} sidecars"
     yield from percentiles(
-        f"override to the plans of {of}, one Redis",
+        f"override to the plans of {fleet_size}, one Redis",
         "ms",
         [[1e3 * delay for delay in run] for run in delays],
         {99.0: 50.0 if local else 1000.0},
     )
-    yield Measurement(f"Redis commands in quiet, each of {of}, a second", "1/s", commands)
-    yield Measurement(f"memory of an engine, of {of}", "KiB", [grown[0] / 1024])
+    yield Measurement(f"Redis commands in quiet, each of {fleet_size}, a second", "1/s", commands)
+    yield Measurement(f"memory of an engine, of {fleet_size}", "KiB", [grown[0] / 1024])
 
 
 PARSER = command_line(__doc__, repeats=3)

@@ -30,7 +30,7 @@ from tests.support.sidecar_process import sidecar_process
 from tools.bench.measurement import Measurement, percentiles
 from tools.bench.sidecar_states import State
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 # What was used since some start, or in a second, by name.
@@ -41,21 +41,21 @@ Usage: TypeAlias = dict[str, float]
 class Costs:
     """One run.
 
-    quiet: nothing is published.  publishing: all publish.  looking: one is asked as well.
-    idle, asked: of the sidecar process.  memory: bytes of Redis for all summaries.  latencies:
-    seconds of each ListFleet.
+    quiet: nothing is published.  publishing: all publish.  polling: one is asked as well.
+    idle_cores, polled_cores: of the sidecar process.  memory: bytes of Redis for all summaries.
+    latencies: seconds of each ListFleet.
     """
 
     quiet: Usage
     publishing: Usage
-    looking: Usage
-    idle: float
-    asked: float
+    polling: Usage
+    idle_cores: float
+    polled_cores: float
     memory: float
     latencies: Sequence[float]
 
 
-def view_of(state: State) -> FleetView:
+def build_view(state: State) -> FleetView:
     """What publishes a state's engines, and reads those of others."""
     clock = WallClock()
     readiness = Readiness(
@@ -80,11 +80,11 @@ def _usage(client: "redis.Redis", process: psutil.Process) -> Usage:
     }
 
 
-async def _used(read: Callable[[], Usage], during: Coroutine[Any, Any, object]) -> Usage:
-    before, began = read(), time.monotonic()
+async def _usage_rate(read: Callable[[], Usage], during: Coroutine[Any, Any, object]) -> Usage:
+    usage_before, start = read(), time.monotonic()
     await during
-    after, seconds = read(), time.monotonic() - began
-    return {name: (after[name] - before[name]) / seconds for name in after}
+    usage_after, seconds = read(), time.monotonic() - start
+    return {name: (usage_after[name] - usage_before[name]) / seconds for name in usage_after}
 
 
 async def _costs(sidecars: int, engines: int, seconds: float) -> Costs:
@@ -95,33 +95,35 @@ async def _costs(sidecars: int, engines: int, seconds: float) -> Costs:
         sidecar_process(
             Path(folder), environment={"CONTROLLER_REDIS_URL": server.url},
             log=Path(folder) / "log",
-        ) as asked,
+        ) as sidecar,
     ):  # fmt: skip
-        own, theirs = psutil.Process(), psutil.Process(asked.process.pid)
+        own_process, asked_process = psutil.Process(), psutil.Process(sidecar.process.pid)
         states = [State(server.url, number, engines) for number in range(sidecars)]
         await asyncio.gather(*(state.open() for state in states))
-        views = [view_of(state) for state in states]
+        views = [build_view(state) for state in states]
         await asyncio.sleep(2)
-        quiet = await _used(lambda: _usage(client, own), asyncio.sleep(seconds))
+        quiet = await _usage_rate(lambda: _usage(client, own_process), asyncio.sleep(seconds))
         memory: Any = client.info("memory")["used_memory_dataset"]
         for state, view in zip(states, views, strict=True):
             state.supervisor.run("fleet_summary", view.publisher.publish)
             await asyncio.sleep(PUBLISH_SECONDS / sidecars)
-        idle = _cpu(theirs)
-        publishing = await _used(lambda: _usage(client, own), asyncio.sleep(seconds))
-        idle = (_cpu(theirs) - idle) / seconds
-        after: Any = client.info("memory")["used_memory_dataset"]
+        idle = _cpu(asked_process)
+        publishing = await _usage_rate(lambda: _usage(client, own_process), asyncio.sleep(seconds))
+        idle = (_cpu(asked_process) - idle) / seconds
+        memory_after: Any = client.info("memory")["used_memory_dataset"]
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             await loop.run_in_executor(pool, time.sleep, 0)
-            busy, began = _cpu(theirs), time.monotonic()
-            looks = loop.run_in_executor(pool, look, asked.address, sidecars * engines, seconds)
-            looking = await _used(lambda: _usage(client, own), asyncio.wait([looks]))
-            latencies = await looks
-            busy = (_cpu(theirs) - busy) / (time.monotonic() - began)
+            busy, start = _cpu(asked_process), time.monotonic()
+            polls = loop.run_in_executor(
+                pool, poll_fleet, sidecar.address, sidecars * engines, seconds
+            )
+            polling = await _usage_rate(lambda: _usage(client, own_process), asyncio.wait([polls]))
+            latencies = await polls
+            busy = (_cpu(asked_process) - busy) / (time.monotonic() - start)
         await asyncio.gather(*(state.close() for state in states))
         await asyncio.gather(*(view.close() for view in views))
-    return Costs(quiet, publishing, looking, idle, busy, after - memory, latencies)
+    return Costs(quiet, publishing, polling, idle, busy, memory_after - memory, latencies)
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -129,7 +131,7 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def look(address: str, engines: int, seconds: float) -> list[float]:
+def poll_fleet(address: str, engines: int, seconds: float) -> list[float]:
     """Asks for the whole fleet every half second; seconds of each call but the first.
 
     For a process of its own: the sidecar states keep this one busy.
@@ -139,49 +141,57 @@ def look(address: str, engines: int, seconds: float) -> list[float]:
         stub = service_pb2_grpc.InspectionServiceStub(channel)
         stub.ListFleet(service_pb2.ListFleetRequest())
         end = time.monotonic() + seconds
-        while (began := time.monotonic()) < end:
+        while (call_start := time.monotonic()) < end:
             answer = stub.ListFleet(service_pb2.ListFleetRequest())
-            latencies.append(time.monotonic() - began)
+            latencies.append(time.monotonic() - call_start)
             if len(answer.engines) != engines or answer.trouble:
                 raise RuntimeError(
                     f"{len(answer.engines)} of {engines} engines are listed: {answer.trouble}"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return latencies
 
 
 def measure(sidecars: int, engines: int, seconds: float, repeats: int) -> Iterable[Measurement]:
     """The figures of several runs."""
     runs = [asyncio.run(_costs(sidecars, engines, seconds)) for _ in range(repeats)]
-    of = f"{sidecars} sidecars" if sidecars > 1 else "1 sidecar"
-    of += f" with {engines} engines" if engines > 1 else ""
+    fleet_size = f"{sidecars} sidecars" if sidecars > 1 else "1 sidecar"
+    fleet_size += f" with {engines} engines" if engines > 1 else ""
 
-    def more(name: str, factor: float = 1.0) -> list[float]:
+    def added(name: str, factor: float = 1.0) -> list[float]:
         """What publishing adds to the quiet state."""
         return [factor * (run.publishing[name] - run.quiet[name]) for run in runs]
 
-    yield Measurement(f"Redis commands for summaries of {of}, a second", "1/s", more("commands"))
     yield Measurement(
-        f"bytes to Redis for summaries of {of}, a second", "KiB/s", more("bytes_in", 1 / 1024)
+        f"Redis commands for summaries of {fleet_size}, a second", "1/s", added("commands")
     )
     yield Measurement(
-        f"processor time of Redis for summaries of {of}", "ms/s", more("redis_cpu_seconds", 1e3)
+        f"bytes to Redis for summaries of {fleet_size}, a second",
+        "KiB/s",
+        added("bytes_in", 1 / 1024),
     )
     yield Measurement(
-        f"memory of Redis for summaries of {of}", "KiB", [run.memory / 1024 for run in runs]
+        f"processor time of Redis for summaries of {fleet_size}",
+        "ms/s",
+        added("redis_cpu_seconds", 1e3),
     )
     yield Measurement(
-        f"processor time of a sidecar for its summaries, each of {of}", "ms/s",
-        more("cpu_seconds", 1e3 / sidecars),
+        f"memory of Redis for summaries of {fleet_size}", "KiB", [run.memory / 1024 for run in runs]
+    )
+    yield Measurement(
+        f"processor time of a sidecar for its summaries, each of {fleet_size}", "ms/s",
+        added("cpu_seconds", 1e3 / sidecars),
     )  # fmt: skip
     yield Measurement(
-        f"bytes from Redis while one looks at {of}, a second", "KiB/s",
-        [(run.looking["bytes_out"] - run.publishing["bytes_out"]) / 1024 for run in runs],
+        f"bytes from Redis while one looks at {fleet_size}, a second", "KiB/s",
+        [(run.polling["bytes_out"] - run.publishing["bytes_out"]) / 1024 for run in runs],
     )  # fmt: skip
     yield Measurement(
-        f"processor time of a sidecar that is asked for {of} twice a second", "ms/s",
-        [1e3 * (run.asked - run.idle) for run in runs],
+        f"processor time of a sidecar that is asked for {fleet_size} twice a second", "ms/s",
+        [1e3 * (run.polled_cores - run.idle_cores) for run in runs],
     )  # fmt: skip
     yield from percentiles(
-        f"ListFleet of {of}", "ms", [[1e3 * found for found in run.latencies] for run in runs]
+        f"ListFleet of {fleet_size}",
+        "ms",
+        [[1e3 * latency for latency in run.latencies] for run in runs],
     )

@@ -23,8 +23,8 @@ from tests.support.service_harness import engine_message, report_message
 from tests.support.sidecar_process import SidecarProcess
 from tools.bench.measurement import RATIO, Measurement, command_line, run
 from tools.bench.serving import (
-    introduced,
-    messages_of,
+    introduce,
+    make_messages,
     processor_seconds,
     quiet_sidecar,
     send,
@@ -42,7 +42,7 @@ class _Rate(NamedTuple):
 
 
 @contextmanager
-def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
+def _minimal_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
     """(its address, its process)."""
     address = f"unix:{folder}/least.sock"
     command = [sys.executable, "-m", "tools.bench.link_bench", "--serve", address]
@@ -53,9 +53,11 @@ def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) -> _Rate:
-    """`each` to a message.  Raises RuntimeError if any was not folded."""
-    rate = _steered(sidecar.address, sidecar.process.pid, engine_id, reports, each)
+def _fold_rate(
+    sidecar: SidecarProcess, engine_id: str, reports: int, reports_per_message: int
+) -> _Rate:
+    """`reports_per_message` to a message.  Raises RuntimeError if any was not folded."""
+    rate = _send_rate(sidecar.address, sidecar.process.pid, engine_id, reports, reports_per_message)
     with SidecarHandle(sidecar.address, engine_id) as handle:
         folded = handle.status().reports
     if folded != reports:
@@ -63,18 +65,23 @@ def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) ->
     return rate
 
 
-def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) -> _Rate:
+def _send_rate(
+    address: str, pid: int, engine_id: str, reports: int, reports_per_message: int
+) -> _Rate:
     with grpc.insecure_channel(address) as channel:
-        told = [
+        step_reports = [
             report_message(step, batch_size=16, gamma=5, accepted_counts=[4, 4, 3, 2, 1, 2])
             for step in range(1, reports + 1)
         ]
         engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
-        messages = messages_of(introduced(channel, engine), told, each)
-        before, began = processor_seconds(pid), time.perf_counter()
+        messages = make_messages(introduce(channel, engine), step_reports, reports_per_message)
+        processor_before, start = processor_seconds(pid), time.perf_counter()
         send(channel, messages)
-        took, spent = time.perf_counter() - began, processor_seconds(pid) - before
-    return _Rate(reports / spent, reports / took)
+        elapsed, processor_used = (
+            time.perf_counter() - start,
+            processor_seconds(pid) - processor_before,
+        )
+    return _Rate(reports / processor_used, reports / elapsed)
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
@@ -82,24 +89,37 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     with (
         quiet_sidecar() as sidecar,
         tempfile.TemporaryDirectory() as name,
-        _least_sidecar(Path(name)) as (address, pid),
+        _minimal_sidecar(Path(name)) as (address, pid),
     ):
-        for each in _REPORTS_A_MESSAGE:
-            runs, least = [], []
+        for reports_per_message in _REPORTS_A_MESSAGE:
+            runs, minimal_runs = [], []
             for repeat in range(options.repeats):
-                runs.append(_folded(sidecar, f"engine-{each}-{repeat}", options.reports, each))
-                least.append(_steered(address, pid, "least", options.reports, each))
+                runs.append(
+                    _fold_rate(
+                        sidecar,
+                        f"engine-{reports_per_message}-{repeat}",
+                        options.reports,
+                        reports_per_message,
+                    )
+                )
+                minimal_runs.append(
+                    _send_rate(address, pid, "least", options.reports, reports_per_message)
+                )
             yield Measurement(
-                f"reports folded a second of one core, {each} a message", "1/s",
-                [rate.of_processor for rate in runs], at_least=_BAR if each > 1 else None,
+                f"reports folded a second of one core, {reports_per_message} a message", "1/s",
+                [rate.of_processor for rate in runs],
+                at_least=_BAR if reports_per_message > 1 else None,
             )  # fmt: skip
             yield Measurement(
-                f"reports taken a second, {each} a message", "1/s", [rate.of_clock for rate in runs]
+                f"reports taken a second, {reports_per_message} a message",
+                "1/s",
+                [rate.of_clock for rate in runs],
             )
             yield Measurement(
-                f"processor time over that of the least sidecar, {each} a message", RATIO,
+                f"processor time over that of the least sidecar, {reports_per_message} a message",
+                RATIO,
                 [bare.of_processor / rate.of_processor
-                 for rate, bare in zip(runs, least, strict=True)],
+                 for rate, bare in zip(runs, minimal_runs, strict=True)],
             )  # fmt: skip
 
 

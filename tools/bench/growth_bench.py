@@ -28,8 +28,8 @@ from controller.core.step_report import ClassCounts, StepReport
 from tests.support.service_harness import engine_message, report_message
 from tools.bench.measurement import Measurement, command_line, run
 from tools.bench.serving import (
-    introduced,
-    messages_of,
+    introduce,
+    make_messages,
     processor_seconds,
     quiet_sidecar,
     send,
@@ -99,27 +99,27 @@ def _core_microseconds(shape: _Shape, steps: int) -> tuple[float, float]:
     folding, evaluations = 0.0, []
     for report in _reports(shape, steps):
         clock.advance(report.step_seconds)
-        began = time.thread_time()
+        start = time.thread_time()
         core.observe(report)
         folded = time.thread_time()
         core.next_plan()
         evaluations.append(time.thread_time() - folded)
-        folding += folded - began
+        folding += folded - start
     return 1e6 * folding / steps, 1e6 * statistics.median(evaluations)
 
 
 def _engines(count: int) -> tuple[float, float]:
     """Microseconds of the sidecar's processor a report, and its megabytes."""
-    each = _REPORTS_OF_ALL_ENGINES // count
+    reports_per_engine = _REPORTS_OF_ALL_ENGINES // count
     with quiet_sidecar() as sidecar, grpc.insecure_channel(sidecar.address) as channel:
-        sessions = [introduced(channel, engine_message(f"engine-{i}")) for i in range(count)]
+        sessions = [introduce(channel, engine_message(f"engine-{i}")) for i in range(count)]
         process = psutil.Process(sidecar.process.pid)
-        before = processor_seconds(process.pid)
+        processor_before = processor_seconds(process.pid)
         for session_id in sessions:
-            reports = [report_message(step) for step in range(1, each + 1)]
-            send(channel, messages_of(session_id, reports, _REPORTS_A_MESSAGE))
-        spent = processor_seconds(process.pid) - before
-        return 1e6 * spent / _REPORTS_OF_ALL_ENGINES, process.memory_info().rss / 1e6
+            reports = [report_message(step) for step in range(1, reports_per_engine + 1)]
+            send(channel, make_messages(session_id, reports, _REPORTS_A_MESSAGE))
+        processor_used = processor_seconds(process.pid) - processor_before
+        return 1e6 * processor_used / _REPORTS_OF_ALL_ENGINES, process.memory_info().rss / 1e6
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
@@ -132,9 +132,9 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             yield Measurement(f"{name} {value}: fold a report", "us", fold)
             yield Measurement(f"{name} {value}: evaluate the plan", "us", evaluate)
     for count in _ENGINES:
-        found = [_engines(count) for _ in range(options.repeats)]
-        spent, memory = zip(*found, strict=True)
-        yield Measurement(f"engines {count}: processor a report", "us", spent)
+        engine_runs = [_engines(count) for _ in range(options.repeats)]
+        processor, memory = zip(*engine_runs, strict=True)
+        yield Measurement(f"engines {count}: processor a report", "us", processor)
         yield Measurement(f"engines {count}: memory of the sidecar", "MB", memory)
 
 

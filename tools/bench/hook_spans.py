@@ -46,7 +46,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self._own: defaultdict[str, int] = defaultdict(int)
+        self._amounts: defaultdict[str, int] = defaultdict(int)
         self._inside = self._left_out = 0
         self._turns = cycle(_TURNS)
         self._kind = WALL
@@ -65,51 +65,55 @@ class Spans:
             if part and self._kind != PARTS:
                 return function(*arguments, **named)
             outer, self._inside = self._inside, 0
-            counted = self._count_from_here(name != _ENGINE)
+            counted = self._set_counting(name != _ENGINE)
             self._left_out += counted and name == _ENGINE
-            begun = self._clock()
+            start = self._clock()
             try:
                 return function(*arguments, **named)
             finally:
-                took = self._clock() - begun
-                self._count_from_here(counted)
-                self._own[name] += took - self._inside
-                self._inside = outer + took
+                elapsed = self._clock() - start
+                self._set_counting(counted)
+                self._amounts[name] += elapsed - self._inside
+                self._inside = outer + elapsed
 
         return timed
 
     def end_step(self) -> None:
         """Keeps what was added up since the last call, and begins a step of the next kind."""
-        own, self._own = self._own, defaultdict(int)
+        amounts, self._amounts = self._amounts, defaultdict(int)
         left_out, self._left_out = self._left_out, 0
         for name in (_ENGINE, "after_internal_state"):
-            own.pop(name, None)
-        if "around_draft_extend" in own and "around_resolve" in own:
+            amounts.pop(name, None)
+        if "around_draft_extend" in amounts and "around_resolve" in amounts:
             # One of them was left out of TIMERS or of EMPTY.
             self.records.append({
                 "kind": self._kind, "size": self.size, "plan": self.plan,
-                "left_out": left_out - 1, "own": own,
+                "left_out": left_out - 1, "own": amounts,
             })  # fmt: skip
             self.plan = False
             self._kind = next(self._turns)
-            clocks = {PROCESSOR: time.thread_time_ns, CALLS: self._seen, OPERATORS: self._seen}
+            clocks = {
+                PROCESSOR: time.thread_time_ns,
+                CALLS: self._current_count,
+                OPERATORS: self._current_count,
+            }
             self._clock = clocks.get(self._kind, time.perf_counter_ns)
 
-    def _seen(self) -> int:
+    def _current_count(self) -> int:
         return self._counted
 
-    def _count_from_here(self, on: bool) -> bool:
+    def _set_counting(self, enabled: bool) -> bool:
         """Counts calls or operators, in a step of that kind, or stops; whether it did before."""
-        before, self._counts = self._counts, on
-        if before != on and self._kind == CALLS:
-            sys.setprofile(self._see_call if on else None)
-        elif before != on and self._kind == OPERATORS:
+        was_counting, self._counts = self._counts, enabled
+        if was_counting != enabled and self._kind == CALLS:
+            sys.setprofile(self._see_call if enabled else None)
+        elif was_counting != enabled and self._kind == OPERATORS:
             self._mode = self._mode or _operator_counter(self)
-            if on:
+            if enabled:
                 self._mode.__enter__()
             else:
                 self._mode.__exit__(None, None, None)
-        return before
+        return was_counting
 
     def _see_call(self, frame: Any, event: str, _: Any) -> None:
         if event in {"call", "c_call"} and frame.f_code.co_filename != __file__:
@@ -147,21 +151,21 @@ def time_hooks() -> None:
 
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.plan_follower import PlanFollower
-    from engine_shim.link.ranks import Ranks
+    from engine_shim.link.rank_plan_sync import RankPlanSync
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
-    from engine_shim.sglang.drafters import idle_kv
+    from engine_shim.sglang.drafters import sleeping_drafter
     from engine_shim.sglang.hooks import EngineHooks
 
     spans = Spans()
     _time_registered(spans, hook_registry)
     for owner, method in (
-        (Ranks, "choose"), (EngineLink, "receive"), (EngineLink, "report"),
+        (RankPlanSync, "choose"), (EngineLink, "receive"), (EngineLink, "report"),
     ):  # fmt: skip
         setattr(owner, method, spans.span(method, getattr(owner, method), part=True))
     # SGLang's dispatcher may call it, where no hook is.
-    _replace(Ranks, "adopt", lambda adopt: spans.span("adopt", adopt))
-    _replace(PlanFollower, "accept", lambda accept: _noting_plans(spans, accept))
-    _replace(idle_kv, "_read", lambda read: spans.span(_ENGINE, read))
+    _replace(RankPlanSync, "adopt", lambda adopt: spans.span("adopt", adopt))
+    _replace(PlanFollower, "accept", lambda accept: _note_plans(spans, accept))
+    _replace(sleeping_drafter, "_read", lambda read: spans.span(_ENGINE, read))
 
     def register(original: Callable[[EngineHooks], None]) -> Callable[[EngineHooks], None]:
         def registered(hooks: EngineHooks) -> None:
@@ -197,14 +201,14 @@ def time_hooks() -> None:
 def _time_registered(spans: Spans, hook_registry: Any) -> None:
     """Has every hook of the shim timed as SGLang applies it; a step begins at `around_forward`."""
     original_wrap = hook_registry._wrap_fn
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    send = spans.span(SEND, ours.send)
+    local_socket, peer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send = spans.span(SEND, local_socket.send)
 
     def between_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def called(*arguments: Any, **named: Any) -> Any:
             send(_PACKET, socket.MSG_DONTWAIT)
-            theirs.recv(4096)
+            peer_socket.recv(4096)
             spans.end_step()
             return forward(*arguments, **named)
 
@@ -216,14 +220,14 @@ def _time_registered(spans: Spans, hook_registry: Any) -> None:
         inner = spans.span(_ENGINE, original)
         wrapped = original_wrap(inner, hook, kind)
         if hook is _empty:
-            return _in_turn(spans.span(TIMERS, inner), spans.span(EMPTY, wrapped))
-        found = spans.span(hook.__name__, wrapped)
-        return between_steps(found) if hook.__name__ == "around_forward" else found
+            return _alternate(spans.span(TIMERS, inner), spans.span(EMPTY, wrapped))
+        timed = spans.span(hook.__name__, wrapped)
+        return between_steps(timed) if hook.__name__ == "around_forward" else timed
 
     hook_registry._wrap_fn = wrap
 
 
-def _noting_plans(spans: Spans, accept: Callable[..., bool]) -> Callable[..., bool]:
+def _note_plans(spans: Spans, accept: Callable[..., bool]) -> Callable[..., bool]:
     def noted(*arguments: Any) -> bool:
         spans.plan = True
         return accept(*arguments)
@@ -231,10 +235,10 @@ def _noting_plans(spans: Spans, accept: Callable[..., bool]) -> Callable[..., bo
     return noted
 
 
-def _in_turn(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    ways = cycle((one, other))
+def _alternate(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    ways = cycle((first, second))
 
-    @functools.wraps(one)
+    @functools.wraps(first)
     def called(*arguments: Any, **named: Any) -> Any:
         return next(ways)(*arguments, **named)
 

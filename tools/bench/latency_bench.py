@@ -37,9 +37,9 @@ _STARTUP_GAMMA = 3
 # All drafts are accepted for this many steps, then all rejected for as many.
 _PHASE_STEPS = 40
 _STEP_SECONDS = 0.005
-_LOOK_SECONDS = 0.0002
+_POLL_SECONDS = 0.0002
 # Engines whose reports are folded once more.
-_FOLLOWED_MAX = 8
+_REPLAYED_ENGINES_MAX = 8
 _POLICY = "sglang-ema"
 
 
@@ -50,11 +50,11 @@ class _Engine:
     gamma: int = _STARTUP_GAMMA
     step: int = 0
     reports: list[StepReport] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    send_times: list[float] = field(default_factory=list)
     # When a draft length came that is not the one before, and which.
     changes: list[tuple[float, int]] = field(default_factory=list)
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Reports the step that is due, and notes a new draft length."""
         choice = self.link.choose(1)
         if choice.gamma != self.gamma:
@@ -66,7 +66,7 @@ class _Engine:
         self.step += 1
         counts = [0] * (self.gamma + 1)
         counts[0 if self.step // _PHASE_STEPS % 2 else self.gamma] = 1
-        self.sent.append(time.perf_counter())
+        self.send_times.append(time.perf_counter())
         report = step_report(self.step, counts, choice, kv_tokens=512, step_seconds=_STEP_SECONDS)
         send(self.link, report)
         self.reports.append(report)
@@ -107,14 +107,14 @@ def _spec(number: int) -> EngineSpec:
 @contextlib.contextmanager
 def _quiet_agents() -> Iterator[None]:
     """Processes that start meanwhile say nothing: they have this process's stderr."""
-    kept = os.dup(2)
-    with Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
+    saved_stderr = os.dup(2)
+    with Path(os.devnull).open("wb") as devnull_file:
+        os.dup2(devnull_file.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
 
 
 @contextlib.contextmanager
@@ -132,21 +132,21 @@ def _engines(case: _Case, address: str) -> Iterator[list[_Engine]]:
         for engine in engines:
             eventually(
                 lambda link=engine.link: link.choose(1).source is Source.PLAN,  # type: ignore[misc]
-                within=120.0,
-                what="every engine has a plan",
+                timeout_seconds=120.0,
+                description="every engine has a plan",
             )
         yield engines
 
 
 def _play(engines: Sequence[_Engine], seconds: float) -> None:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for number, engine in enumerate(engines):
         # Not all at the same instant.
-        engine.due = began + _STEP_SECONDS * number / len(engines)
-    while (now := time.perf_counter()) < began + seconds:
+        engine.due = start + _STEP_SECONDS * number / len(engines)
+    while (now := time.perf_counter()) < start + seconds:
         for engine in engines:
-            engine.look(now)
-        time.sleep(_LOOK_SECONDS)
+            engine.poll(now)
+        time.sleep(_POLL_SECONDS)
 
 
 def _delays(engine: _Engine) -> list[float]:
@@ -155,20 +155,24 @@ def _delays(engine: _Engine) -> list[float]:
     settings = PlannerSettings(policy=_POLICY, replan_seconds=1e-6)
     core = EngineController(engine_from_proto(_spec(0)), settings, None, clock)
     core.current_plan()
-    gamma, turns = _STARTUP_GAMMA, []
-    for report, sent in zip(engine.reports, engine.sent, strict=True):
+    gamma, expected_changes = _STARTUP_GAMMA, []
+    for report, send_time in zip(engine.reports, engine.send_times, strict=True):
         clock.advance(_STEP_SECONDS)
         core.observe(report_from_proto(report))
         core.next_plan()
-        chosen = core.current_plan().row_for(1).arm.gamma
-        if chosen != gamma:
-            gamma = chosen
-            turns.append((sent, chosen))
+        planned_gamma = core.current_plan().row_for(1).arm.gamma
+        if planned_gamma != gamma:
+            gamma = planned_gamma
+            expected_changes.append((send_time, planned_gamma))
     delays = []
-    for at, chosen in engine.changes:
-        caused = [sent for sent, turned in turns if turned == chosen and sent <= at]
+    for change_time, planned_gamma in engine.changes:
+        caused = [
+            send_time
+            for send_time, turned in expected_changes
+            if turned == planned_gamma and send_time <= change_time
+        ]
         if caused:
-            delays.append(at - caused[-1])
+            delays.append(change_time - caused[-1])
     return delays
 
 
@@ -181,7 +185,7 @@ def _seconds_to_plan(case: _Case, seconds: float) -> list[float]:
         dropped = sum(engine.link.status().reports_dropped for engine in engines)
     if dropped:
         raise RuntimeError(f"{dropped} reports were dropped: this machine cannot keep up")
-    return [delay for engine in engines[:_FOLLOWED_MAX] for delay in _delays(engine)]
+    return [delay for engine in engines[:_REPLAYED_ENGINES_MAX] for delay in _delays(engine)]
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:

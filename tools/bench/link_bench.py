@@ -32,8 +32,8 @@ import psutil
 
 from engine_shim.common.row_groups import add_group, add_proposals
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.messages import ArrivedPlan, plan_packet, table_digest
-from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
+from engine_shim.link.messages import ArrivedPlan, encode_plan, table_digest
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, make_safe_default
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec, StepReport
@@ -86,29 +86,29 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
     settings = LinkSettings(sidecar=target, report_interval_ms=options.report_interval_ms)
     link = EngineLink.start(spec, settings, startup_gamma=_GAMMA)
     try:
-        until = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         while link.choose(1).source is not Source.PLAN:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"no plan within 20 s: {link.status()}")
             time.sleep(0.01)
         pid = link.status().agent_pid
         assert pid is not None
         agent = psutil.Process(pid)
-        runs, spent = [], []
+        runs, agent_times = [], []
         for repeat in range(options.repeats):
-            before = agent.cpu_times()
+            cpu_before = agent.cpu_times()
             runs.append(_steps(link, options, 1 + repeat * options.steps))
-            after = agent.cpu_times()
-            took = after.user + after.system - before.user - before.system
-            spent.append(1e6 * took / options.steps)
-        whole = [[1e6 * t for t in run.wall] for run in runs]
-        yield from percentiles("report out + plan in", "us", whole, {50.0: 10.0, 99.0: 50.0})
+            cpu_after = agent.cpu_times()
+            cpu_seconds = cpu_after.user + cpu_after.system - cpu_before.user - cpu_before.system
+            agent_times.append(1e6 * cpu_seconds / options.steps)
+        step_times = [[1e6 * t for t in run.wall] for run in runs]
+        yield from percentiles("report out + plan in", "us", step_times, {50.0: 10.0, 99.0: 50.0})
         for name, parts in (
-            ("report out + plan in, own processor time", [run.own for run in runs]),
+            ("report out + plan in, own processor time", [run.processor for run in runs]),
             ("report out + plan in, a new plan found", [run.with_plan for run in runs]),
             ("SGLang's adaptive policy in its process", [run.adaptive for run in runs]),
             ("floor: a bare send and receive", [run.floor for run in runs]),
-            ("report out + plan in, warm", [_warm() for _ in runs]),
+            ("report out + plan in, warm", [_warm_steps() for _ in runs]),
             ("report of three groups out, warm", [_warm_reports() for _ in runs]),
             ("plan of 8 rows in, renewed, warm", [_warm_plans(8, is_new=False) for _ in runs]),
             ("plan of 8 rows in, new, warm", [_warm_plans(8, is_new=True) for _ in runs]),
@@ -116,8 +116,8 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
             ("plan of 32 rows in, new, warm", [_warm_plans(32, is_new=True) for _ in runs]),
         ):
             yield from percentiles(name, "us", [[1e6 * t for t in part] for part in parts])
-        yield Measurement("agent's processor time a report", "us", spent)
-        share = [each * _STEPS_PER_SECOND / 1e6 for each in spent]
+        yield Measurement("agent's processor time a report", "us", agent_times)
+        share = [microseconds * _STEPS_PER_SECOND / 1e6 for microseconds in agent_times]
         yield Measurement("agent's share of a processor, 200 steps/s", RATIO, share)
         first = 1 + options.repeats * options.steps
         trips = [
@@ -170,10 +170,10 @@ def _fill_large(report: StepReport, step: int, choice: StepChoice) -> None:
 
 @dataclass
 class _Timings:
-    """Seconds, one entry for each step; `own` is the calling thread's processor time."""
+    """Seconds, one entry for each step; `processor` is the calling thread's processor time."""
 
     wall: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     with_plan: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
     adaptive: list[float] = field(default_factory=list)
@@ -188,27 +188,27 @@ def _steps(link: EngineLink, options: argparse.Namespace, first: int) -> _Timing
     due = clock()
     with _floor() as bare:
         for step in range(first, first + options.steps):
-            cpu_begun = time.thread_time()
-            begun = clock()
+            cpu_start = time.thread_time()
+            start = clock()
             _report(link, step, choice, options.plan_every)
             newer = link.choose(8)
-            took = clock() - begun
-            timings.own.append(time.thread_time() - cpu_begun)
-            timings.wall.append(took)
+            elapsed = clock() - start
+            timings.processor.append(time.thread_time() - cpu_start)
+            timings.wall.append(elapsed)
             if newer.epoch != choice.epoch:
-                timings.with_plan.append(took)
+                timings.with_plan.append(elapsed)
             choice = newer
             due = _busy_until(due + _THIRD / options.rate)
-            begun = clock()
+            start = clock()
             policy.on_verify_complete(_ACCEPTED, 8)
             policy.get_steps_for_batch(8)
-            timings.adaptive.append(clock() - begun)
+            timings.adaptive.append(clock() - start)
             due = _busy_until(due + _THIRD / options.rate)
-            begun = clock()
+            start = clock()
             bare.send(_PACKET, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             with contextlib.suppress(BlockingIOError):
                 bare.recv(100, socket.MSG_DONTWAIT)
-            timings.floor.append(clock() - begun)
+            timings.floor.append(clock() - start)
             due = _busy_until(due + _THIRD / options.rate)
     return timings
 
@@ -218,57 +218,59 @@ class _NoAgent(AgentSupervisor):
 
     def __init__(self, peer: socket.socket) -> None:
         super().__init__((), b"")
-        self._fresh.append(peer)
+        self._new_sockets.append(peer)
 
     def stop(self) -> None:
         pass
 
 
 @contextlib.contextmanager
-def _in_hand() -> Iterator[tuple[EngineLink, socket.socket]]:
+def _local_link() -> Iterator[tuple[EngineLink, socket.socket]]:
     """A link, and the agent's end of its socket."""
     drafters = [Drafter(name=name, gammas=(0, 1, 2, 3)) for name in _NAMES]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(0)
-    link = EngineLink(_NoAgent(ours), PlanFollower(drafters, safe_choice(_GAMMA), 10.0))
-    with theirs, contextlib.closing(link):
-        yield link, theirs
+    engine_socket, agent_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    engine_socket.settimeout(0)
+    link = EngineLink(
+        _NoAgent(engine_socket), PlanFollower(drafters, make_safe_default(_GAMMA), 10.0)
+    )
+    with agent_socket, contextlib.closing(link):
+        yield link, agent_socket
 
 
-def _warm(steps: int = 5000) -> list[float]:
+def _warm_steps(steps: int = 5000) -> list[float]:
     times = []
-    with _in_hand() as (link, theirs):
-        theirs.send(_packet(1, 8))
+    with _local_link() as (link, agent_socket):
+        agent_socket.send(_packet(1, 8))
         choice = link.choose(8)
         for step in range(1, steps + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             _report(link, step, choice, 1)
             choice = link.choose(8)
-            times.append(time.perf_counter() - begun)
-            theirs.recv(4096)
+            times.append(time.perf_counter() - start)
+            agent_socket.recv(4096)
     return times
 
 
 def _warm_reports(steps: int = 5000) -> list[float]:
     times = []
-    with _in_hand() as (link, theirs):
+    with _local_link() as (link, agent_socket):
         choice = link.choose(8)
         for step in range(1, steps + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             link.report(lambda report, step=step: _fill_large(report, step, choice))  # type: ignore[misc]
-            times.append(time.perf_counter() - begun)
-            theirs.recv(4096)
+            times.append(time.perf_counter() - start)
+            agent_socket.recv(4096)
     return times
 
 
 def _warm_plans(rows: int, *, is_new: bool, count: int = 2000) -> list[float]:
     times = []
-    with _in_hand() as (link, theirs):
+    with _local_link() as (link, agent_socket):
         for epoch in range(1, count + 1):
-            theirs.send(_packet(epoch, rows, shift=epoch if is_new else 0))
-            begun = time.perf_counter()
+            agent_socket.send(_packet(epoch, rows, shift=epoch if is_new else 0))
+            start = time.perf_counter()
             choice = link.choose(8)
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
             assert choice.epoch == epoch
     return times
 
@@ -292,7 +294,7 @@ def _packet(epoch: int, rows: int, shift: int = 0) -> bytes:
             )
             for gamma in (1, 2, 3)
         )
-    return plan_packet(ArrivedPlan(plan, time.monotonic_ns(), table_digest(plan)))
+    return encode_plan(ArrivedPlan(plan, time.monotonic_ns(), table_digest(plan)))
 
 
 def _busy_until(due: float) -> float:
@@ -304,27 +306,27 @@ def _busy_until(due: float) -> float:
 @contextlib.contextmanager
 def _floor() -> Iterator[socket.socket]:
     """A socket with a process at its other end that only reads."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    local_socket, peer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [
         sys.executable,
         "-m",
         "tools.bench.link_bench",
         "--drain",
-        str(theirs.fileno()),
+        str(peer_socket.fileno()),
     ]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours:
-        theirs.close()
-        ours.settimeout(20)
-        ours.recv(100)  # it is up
-        ours.settimeout(0)
-        yield ours
+    with subprocess.Popen(command, pass_fds=[peer_socket.fileno()]), local_socket:
+        peer_socket.close()
+        local_socket.settimeout(20)
+        local_socket.recv(100)  # it is up
+        local_socket.settimeout(0)
+        yield local_socket
 
 
 def _drain(fd: int) -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with socket.socket(fileno=fd) as theirs:
-        theirs.send(b"up")
-        while theirs.recv(4096):
+    with socket.socket(fileno=fd) as peer_socket:
+        peer_socket.send(b"up")
+        while peer_socket.recv(4096):
             pass
 
 
@@ -333,17 +335,17 @@ def _round_trips(link: EngineLink, first: int, count: int) -> list[float]:
     times = []
     for step in range(first + 1, first + count + 1):
         choice = link.choose(8)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         _report(link, step, choice, plan_every=1)
         while link.choose(8).epoch == choice.epoch:
-            if time.perf_counter() - begun > 5:
+            if time.perf_counter() - start > 5:
                 raise TimeoutError(f"no plan within 5 s: {link.status()}")
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
         time.sleep(0.001)
     return times
 
 
-class _Sidecar(SpeculationServiceServicer):
+class _MinimalSidecar(SpeculationServiceServicer):
     """The least sidecar that there can be: it counts reports and renews a plan of eight rows."""
 
     def __init__(self) -> None:
@@ -362,10 +364,10 @@ class _Sidecar(SpeculationServiceServicer):
         self, request_iterator: AsyncIterator[SteerRequest], context: Any
     ) -> AsyncIterator[SteerResponse]:
         async for request in request_iterator:
-            before = self._reports
+            reports_before = self._reports
             self._reports += len(request.reports)
             every = request.reports[-1].kv_tokens if request.reports else 1
-            if not request.reports or self._reports // every > before // every:
+            if not request.reports or self._reports // every > reports_before // every:
                 yield SteerResponse(plan=self._plan())
 
     async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
@@ -374,7 +376,7 @@ class _Sidecar(SpeculationServiceServicer):
 
 async def _serve(target: str) -> None:
     server = grpc.aio.server()
-    add_SpeculationServiceServicer_to_server(_Sidecar(), server)
+    add_SpeculationServiceServicer_to_server(_MinimalSidecar(), server)
     server.add_insecure_port(target)
     await server.start()
     await server.wait_for_termination()

@@ -26,37 +26,42 @@ from controller.core.step_report import MAX_REPORT_CLASSES
 from controller.wire.engines import engine_from_proto
 from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, policy_pb2, service_pb2
-from tests.support.service_harness import Running, SteerClient, report_message, serving
+from tests.support.service_harness import (
+    RunningSidecar,
+    SteerClient,
+    report_message,
+    running_sidecar,
+)
 
 BAR_SECONDS = 0.010
 ENGINES = 64
 
 
 @dataclass
-class Turns:
-    """The longest turn since the last `begin`."""
+class LongestCallback:
+    """The longest turn since the last `reset`."""
 
     seconds: float = 0.0
-    of: str = ""
+    handle_text: str = ""
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forgets."""
-        self.seconds, self.of = 0.0, ""
+        self.seconds, self.handle_text = 0.0, ""
 
 
-def watched() -> Turns:
+def watch_event_loops() -> LongestCallback:
     """Measures every callback of every event loop from now on."""
-    turns, run = Turns(), asyncio.Handle._run
+    longest, run = LongestCallback(), asyncio.Handle._run
 
-    def measured(handle: asyncio.Handle) -> None:
-        began = time.thread_time()
+    def run_measured(handle: asyncio.Handle) -> None:
+        start = time.thread_time()
         run(handle)
-        took = time.thread_time() - began
-        if took > turns.seconds:
-            turns.seconds, turns.of = took, repr(handle)
+        elapsed = time.thread_time() - start
+        if elapsed > longest.seconds:
+            longest.seconds, longest.handle_text = elapsed, repr(handle)
 
-    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]
-    return turns
+    asyncio.Handle._run = run_measured  # type: ignore[method-assign,assignment]
+    return longest
 
 
 def largest_engine(engine_id: str) -> engine_pb2.EngineSpec:
@@ -124,12 +129,12 @@ def largest_profile(engine: engine_pb2.EngineSpec) -> Profile:
         for arm in spec.arms
     ]
     drafters = tuple(DrafterIdentity(d.name) for d in spec.drafters)
-    whole = Profile(spec.fingerprint, drafters, 512.0, 0.0, tuple(cells[:9]))
+    profile = Profile(spec.fingerprint, drafters, 512.0, 0.0, tuple(cells[:9]))
     for count in range(5_000, 200, -200):
-        whole = replace(whole, cells=tuple(cells[:count]))
-        if len(whole.to_json()) < 1_000_000:
+        profile = replace(profile, cells=tuple(cells[:count]))
+        if len(profile.to_json()) < 1_000_000:
             break
-    return whole
+    return profile
 
 
 def override(number: int) -> policy_pb2.Override:
@@ -142,12 +147,12 @@ def override(number: int) -> policy_pb2.Override:
 
 
 @asynccontextmanager
-async def sidecar_with(
+async def sidecar_with_engines(
     engines: list[engine_pb2.EngineSpec],
-) -> AsyncIterator[tuple[Running, SteerClient, dict[str, int]]]:
+) -> AsyncIterator[tuple[RunningSidecar, SteerClient, dict[str, int]]]:
     ports = {"metrics_port": free_port(), "page_port": free_port()}
     with tempfile.TemporaryDirectory() as name:
-        async with serving(
+        async with running_sidecar(
             Path(name), metrics_port=ports["metrics_port"], page_port=ports["page_port"]
         ) as running:
             sessions = []
@@ -165,86 +170,91 @@ async def _fetch(url: str) -> None:
     await asyncio.to_thread(get)
 
 
-async def handlers(
-    turns: Turns, engine: Callable[[str], engine_pb2.EngineSpec], kind: str
+async def measure_handlers(
+    longest: LongestCallback, engine: Callable[[str], engine_pb2.EngineSpec], kind: str
 ) -> AsyncIterator[tuple[str, float, str]]:
     """(what, the longest turn in seconds, which)."""
     engines = [engine(f"e{number}") for number in range(ENGINES)]
-    async with sidecar_with(engines[1:]) as (running, stream, ports):
+    async with sidecar_with_engines(engines[1:]) as (running, stream, ports):
 
-        async def of(what: str, *calls: Awaitable[Any]) -> tuple[str, float, str]:
+        async def measure_call(label: str, *calls: Awaitable[Any]) -> tuple[str, float, str]:
             # What was prepared for the call belongs to the turn that ends here.
             await asyncio.sleep(0)
-            turns.begin()
+            longest.reset()
             for call in calls:
                 await call
             await asyncio.sleep(0.05)
-            return f"{what} ({kind})", turns.seconds, turns.of
+            return f"{label} ({kind})", longest.seconds, longest.handle_text
 
         first = service_pb2.IntroduceRequest(engine=engines[0], engine_secret="of e0")
-        yield await of("Introduce", running.speculation.Introduce(first))
-        yield await of("Introduce again", running.speculation.Introduce(first))
-        ask = running.inspection
+        yield await measure_call("Introduce", running.speculation.Introduce(first))
+        yield await measure_call("Introduce again", running.speculation.Introduce(first))
+        inspection = running.inspection
         step = iter(range(1, 10**6))
         if kind == "largest":
-            yield await of(
+            yield await measure_call(
                 "Steer, 3 reports of 64 classes",
                 stream.send(*(largest_report(next(step)) for _ in range(3))),
                 stream.plan(),
             )
         name = engines[0].drafters[0].name
-        yield await of(
+        yield await measure_call(
             "Steer, 1500 reports",
             stream.send(*(report_message(next(step), drafter=name) for _ in range(1_500))),
             asyncio.sleep(2),
         )
-        yield await of(
+        yield await measure_call(
             "Steer, 4096 stale reports",
             stream.send(*[engine_pb2.StepReport(step=1)] * 4096),
             asyncio.sleep(3),
         )
-        yield await of(
-            "Explain", ask.Explain(service_pb2.ExplainRequest(engine_id="e1", batch_size=8))
+        yield await measure_call(
+            "Explain", inspection.Explain(service_pb2.ExplainRequest(engine_id="e1", batch_size=8))
         )
-        yield await of("ListEngines, 64", ask.ListEngines(service_pb2.ListEnginesRequest()))
-        yield await of("Overview, 64", ask.Overview(service_pb2.OverviewRequest()))
-        yield await of("/metrics, 64", _fetch(f"http://127.0.0.1:{ports['metrics_port']}/metrics"))
+        yield await measure_call(
+            "ListEngines, 64", inspection.ListEngines(service_pb2.ListEnginesRequest())
+        )
+        yield await measure_call("Overview, 64", inspection.Overview(service_pb2.OverviewRequest()))
+        yield await measure_call(
+            "/metrics, 64", _fetch(f"http://127.0.0.1:{ports['metrics_port']}/metrics")
+        )
         page = f"http://127.0.0.1:{ports['page_port']}/api/v1"
-        yield await of("page, state of 64", _fetch(f"{page}/state"))
-        yield await of("page, one engine", _fetch(f"{page}/engine?id=e1"))
+        yield await measure_call("page, state of 64", _fetch(f"{page}/state"))
+        yield await measure_call("page, one engine", _fetch(f"{page}/engine?id=e1"))
         profile = largest_profile(engines[0])
         text = profile.to_json()
-        yield await of(
+        yield await measure_call(
             f"InstallProfile for 64, {len(profile.cells)} cells",
             running.profiling.InstallProfile(service_pb2.InstallProfileRequest(profile_json=text)),
             asyncio.sleep(1),
         )
-        yield await of(
+        yield await measure_call(
             "ListProfiles", running.profiling.ListProfiles(service_pb2.ListProfilesRequest())
         )
         for number in range(199):
             request = policy_pb2.SetOverrideRequest(override=override(number), ttl_seconds=600)
             if number in {0, 198}:
-                yield await of(
+                yield await measure_call(
                     f"SetOverride, number {number + 1} for 64", running.policy.SetOverride(request)
                 )
             elif number < 40 or number > 196:
                 await running.policy.SetOverride(request)
-        yield await of(
-            "Explain under overrides", ask.Explain(service_pb2.ExplainRequest(engine_id="e1"))
+        yield await measure_call(
+            "Explain under overrides",
+            inspection.Explain(service_pb2.ExplainRequest(engine_id="e1")),
         )
-        yield await of("ending", asyncio.sleep(0))
+        yield await measure_call("ending", asyncio.sleep(0))
 
 
 async def main(options: argparse.Namespace) -> None:
     """Prints a row for each handler."""
-    turns = watched()
+    longest = watch_event_loops()
     for kind, engine in (("usual", usual_engine), ("largest", largest_engine)):
-        async for what, seconds, which in handlers(turns, engine, kind):
+        async for label, seconds, callback in measure_handlers(longest, engine, kind):
             mark = "" if seconds <= BAR_SECONDS else "  above the bar"
-            print(f"{what:46} {1e3 * seconds:8.1f} ms{mark}", flush=True)
+            print(f"{label:46} {1e3 * seconds:8.1f} ms{mark}", flush=True)
             if mark and options.turns:
-                print(f"    {which[:200]}", flush=True)
+                print(f"    {callback[:200]}", flush=True)
 
 
 if __name__ == "__main__":

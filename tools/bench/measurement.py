@@ -77,31 +77,31 @@ def percentiles(
     ]
 
 
-def show(found: Iterable[dict[str, Any]]) -> None:
+def show(figures: Iterable[dict[str, Any]]) -> None:
     """A table of a result file's objects."""
     table = Table("measured", "value", "low - high", "unit", "bar", "holds")
-    for one in found:
-        low, high = one["spread"]
-        holds = {None: "", True: "yes", False: "NO"}[one["holds"]]
+    for figure in figures:
+        low, high = figure["spread"]
+        holds = {None: "", True: "yes", False: "NO"}[figure["holds"]]
         table.add_row(
-            one["name"], f"{one['value']:,g}", f"{low:,g} - {high:,g}", one["unit"],
-            one["bar"] or "", holds,
+            figure["name"], f"{figure['value']:,g}", f"{low:,g} - {high:,g}", figure["unit"],
+            figure["bar"] or "", holds,
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def command_line(
-    doc: str | None, repeats: int | None = None, of: str | None = None
+    doc: str | None, repeats: int | None = None, repeats_help: str | None = None
 ) -> argparse.ArgumentParser:
     """The options of every benchmark; its own ones are added to them.
 
     doc: the benchmark's docstring.  repeats: how many by default; None for a benchmark that repeats
-    nothing.  of: what is repeated.
+    nothing.  repeats_help: what is repeated.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     if repeats is not None:
-        parser.add_argument("--repeats", type=int, default=repeats, help=of)
+        parser.add_argument("--repeats", type=int, default=repeats, help=repeats_help)
     return parser
 
 
@@ -112,17 +112,17 @@ def run(
     options = parser.parse_args()
     arguments = sys.orig_argv[1:]
     if options.json is not None:
-        at = arguments.index("--json") if "--json" in arguments else len(arguments)
-        del arguments[at : at + 2]
+        position = arguments.index("--json") if "--json" in arguments else len(arguments)
+        del arguments[position : position + 2]
     command = " ".join(["python", *arguments])
-    found = []
+    figures = []
     for measurement in measure(options):
-        found.append(measurement.as_json(command))
-        print(f"{measurement.name}: {found[-1]['value']:,g} {measurement.unit}", flush=True)
-    show(found)
+        figures.append(measurement.as_json(command))
+        print(f"{measurement.name}: {figures[-1]['value']:,g} {measurement.unit}", flush=True)
+    show(figures)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _short(value: float) -> float:

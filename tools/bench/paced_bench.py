@@ -17,10 +17,10 @@ from typing import Final
 
 from lab.cpu_engine.pace.pacer import Pace
 from lab.harness.engines import Workplace
-from lab.harness.processes import preferred
-from lab.harness.sidecar import overridden
+from lab.harness.processes import raised_priority
+from lab.harness.sidecar import temporary_override
 from lab.harness.terminal import Terminal
-from lab.paced.engines import OFF, static
+from lab.paced.engines import OFF, static_policy
 from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness
 from lab.paced.traffic import PhasePlan, Stream, build_stream, own_curves
@@ -32,7 +32,7 @@ _BATCHES: Final = (1, 8, 64)
 PINNED, ASLEEP, COLLECTING = "steered-pinned", "steered-asleep", "steered-collecting"
 # What is compared: ours, theirs, the bar, in words.
 _PAIRS: Final = (
-    (PINNED, static(_GAMMA), 0.995, f"pinned to gamma = {_GAMMA}, over SGLang's own"),
+    (PINNED, static_policy(_GAMMA), 0.995, f"pinned to gamma = {_GAMMA}, over SGLang's own"),
     (ASLEEP, OFF, 0.97, "gamma = 0 asleep, over no speculation"),
     (COLLECTING, PINNED, 0.99, f"collecting signals at gamma = {_GAMMA}, over not"),
 )
@@ -41,13 +41,13 @@ _PAIRS: Final = (
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Two ratios and the plugin's microseconds for each pair and batch."""
     with ExitStack() as stack:
-        stack.enter_context(preferred())
+        stack.enter_context(raised_priority())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = Workplace(Path("build/bench/paced"), scratch)
         dilation = options.dilation or DILATIONS[0]
         pace = Pace(_TABLE, dilation, gammas=(0, _GAMMA), max_batch_size=64, curves=own_curves())
         harness = PacedHarness(place, Terminal(), stack, pace, max(_BATCHES))
-        policies = [OFF, static(_GAMMA), PINNED, ASLEEP, COLLECTING]
+        policies = [OFF, static_policy(_GAMMA), PINNED, ASLEEP, COLLECTING]
         harness.start(
             policies, {COLLECTING: {"SPECULATION_SIGNALS_FOLDER": str(scratch / "signals")}}
         )
@@ -59,29 +59,29 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             (ASLEEP, ("--gamma", "0")),
             (COLLECTING, (*pinned, "--regime", "collect")),
         ):
-            stack.enter_context(overridden(place.address, *rule, engine_id=engine))
+            stack.enter_context(temporary_override(place.address, *rule, engine_id=engine))
         for size in _BATCHES:
             stream = build_stream(
                 "steady", (PhasePlan("", ("chat",), size, size, options.tokens),), 3
             )
-            for ours, theirs, bar, text in _PAIRS:
-                yield from _compared(
-                    harness, stream, ours, theirs, bar, f"{text}, B = {size}", options
+            for candidate, baseline, bar, text in _PAIRS:
+                yield from _compare_pair(
+                    harness, stream, candidate, baseline, bar, f"{text}, B = {size}", options
                 )
 
 
-def _compared(
+def _compare_pair(
     harness: PacedHarness,
     stream: Stream,
-    ours: str,
-    theirs: str,
+    candidate: str,
+    baseline: str,
     bar: float,
     text: str,
     options: argparse.Namespace,
 ) -> Iterable[Measurement]:
-    hidden, added, own = [], [], []
+    hidden, added, plugin_times = [], [], []
     for repeat in range(options.repeats + 1):
-        order = (ours, theirs) if repeat % 2 else (theirs, ours)
+        order = (candidate, baseline) if repeat % 2 else (baseline, candidate)
         jobs: Mapping[str, Callable[[], StreamPlay]] = {
             policy: lambda policy=policy: harness.play_paced(policy, stream)  # type: ignore[misc]
             for policy in order
@@ -89,18 +89,18 @@ def _compared(
         plays = harness.play_all(jobs, f"{text}, {repeat}")
         if repeat == 0:
             continue  # the plan has to come first, and caches have to fill
-        _check(plays[ours], ours)
-        mine, other = plays[ours], plays[theirs]
-        hidden.append(mine.tokens_per_second / other.tokens_per_second)
-        added.append(_unhidden(mine) / _unhidden(other))
-        steps = mine.decode_steps
-        own.append(1e6 * sum(step.shim_seconds for step in steps) / len(steps))
+        _check(plays[candidate], candidate)
+        candidate_play, baseline_play = plays[candidate], plays[baseline]
+        hidden.append(candidate_play.tokens_per_second / baseline_play.tokens_per_second)
+        added.append(_rate_without_overlap(candidate_play) / _rate_without_overlap(baseline_play))
+        steps = candidate_play.decode_steps
+        plugin_times.append(1e6 * sum(step.shim_seconds for step in steps) / len(steps))
     yield Measurement(f"{text}: tokens/s", RATIO, hidden, at_least=bar)
     yield Measurement(f"{text}: if nothing hid the plugin's work", RATIO, added, at_least=bar)
-    yield Measurement(f"{text}: the plugin's work in a step", "us", own, at_most=40.0)
+    yield Measurement(f"{text}: the plugin's work in a step", "us", plugin_times, at_most=40.0)
 
 
-def _unhidden(play: StreamPlay) -> float:
+def _rate_without_overlap(play: StreamPlay) -> float:
     """Tokens/s of the model's time if the plugin's work were added to every step."""
     work = sum(step.shim_seconds for step in play.decode_steps)
     return play.stream.tokens / (play.seconds + work)
@@ -109,13 +109,15 @@ def _unhidden(play: StreamPlay) -> float:
 def _check(play: StreamPlay, policy: str) -> None:
     """Raises RuntimeError when the engine did not run what it was held to."""
     gamma = 0 if policy == ASLEEP else _GAMMA
-    others = [step for step in play.decode_steps if step.gamma != gamma]
+    wrong_steps = [step for step in play.decode_steps if step.gamma != gamma]
     awake = [step for step in play.decode_steps if policy == ASLEEP and not step.asleep]
-    if others or awake:
-        raise RuntimeError(f"{policy} ran {len(others) + len(awake)} other steps: {others[:1]}")
+    if wrong_steps or awake:
+        raise RuntimeError(
+            f"{policy} ran {len(wrong_steps) + len(awake)} other steps: {wrong_steps[:1]}"
+        )
 
 
-PARSER = command_line(__doc__, repeats=3, of="pairs for each figure")
+PARSER = command_line(__doc__, repeats=3, repeats_help="pairs for each figure")
 PARSER.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
 PARSER.add_argument("--dilation", type=float, help="seconds for each second of the model")
 

@@ -54,9 +54,9 @@ def _work(rounds: int) -> None:
 
 def _rounds() -> int:
     """The number of iterations that takes about a step's time on this machine."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     _work(1000)
-    return max(1, round(1000 * _STEP_SECONDS / (time.perf_counter() - began)))
+    return max(1, round(1000 * _STEP_SECONDS / (time.perf_counter() - start)))
 
 
 @contextlib.contextmanager
@@ -68,7 +68,11 @@ def _bare(_: str) -> Iterator[Step]:
 def _linked(address: str) -> Iterator[Step]:
     link = EngineLink.start(engine_spec("linked"), LinkSettings(sidecar=address), startup_gamma=3)
     try:
-        eventually(lambda: link.choose(_BATCH).source is Source.PLAN, within=60.0, what="a plan")
+        eventually(
+            lambda: link.choose(_BATCH).source is Source.PLAN,
+            timeout_seconds=60.0,
+            description="a plan",
+        )
 
         def step(number: int) -> None:
             choice = link.choose(_BATCH)
@@ -168,32 +172,32 @@ def _serve_config(pipe: Connection) -> None:
     pipe.send(changes)
 
 
-class _Polled:
+class _PollingEngine:
     """What of the changes arrived how late, after the blocks."""
 
     def __init__(self) -> None:
-        self.late: list[float] = []
+        self.delays: list[float] = []
 
     @contextlib.contextmanager
     def __call__(self, _: str) -> Iterator[Step]:
-        ours, theirs = multiprocessing.Pipe()
+        local_pipe, child_pipe = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
-            target=_serve_config, args=(theirs,), daemon=True
+            target=_serve_config, args=(child_pipe,), daemon=True
         )
         process.start()
-        config = _Config(f"http://127.0.0.1:{ours.recv()}/")
+        config = _Config(f"http://127.0.0.1:{local_pipe.recv()}/")
         gammas = []
         yield lambda _: gammas.append(config.gamma)
         config.close()
-        ours.send("end")
-        changed = dict(ours.recv())
+        local_pipe.send("end")
+        changed = dict(local_pipe.recv())
         process.join()
-        self.late += [at - changed[gamma] for gamma, at in config.arrivals]
+        self.delays += [arrival - changed[gamma] for gamma, arrival in config.arrivals]
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """For each way: the call's time, and steps/s over those of the bare engine."""
-    polled = _Polled()
+    polled = _PollingEngine()
     ways: dict[str, Callable[[str], contextlib.AbstractContextManager[Step]]] = {
         "bare": _bare,
         "linked": _linked,
@@ -209,24 +213,27 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             for way, begin in ways.items():
                 # Open only while it is used: the poller's thread is a part of its way alone.
                 with begin(sidecar.address) as step:
-                    times, began = [], time.perf_counter()
+                    times, block_start = [], time.perf_counter()
                     for number in range(1, options.steps + 1):
                         _work(rounds)
                         called = time.perf_counter()
                         step(number)
                         times.append(1e6 * (time.perf_counter() - called))
-                    blocks[way].append(time.perf_counter() - began)
+                    blocks[way].append(time.perf_counter() - block_start)
                 calls[way].append(times)
             print(f"round {repeat + 1} of {options.repeats}", flush=True)
     for way in ways:
         if way == "bare":
             continue
         yield from percentiles(f"{way}: the call in a step", "us", calls[way])
-        ratios = [bare / took for bare, took in zip(blocks["bare"], blocks[way], strict=True)]
+        ratios = [
+            bare / block_seconds
+            for bare, block_seconds in zip(blocks["bare"], blocks[way], strict=True)
+        ]
         yield Measurement(f"{way}: steps/s over the bare engine's", RATIO, ratios)
-    if not polled.late:
+    if not polled.delays:
         raise RuntimeError("no change reached the polling engine: it needs more --steps")
-    yield Measurement("polled: from a change to the engine", "ms", [1e3 * s for s in polled.late])
+    yield Measurement("polled: from a change to the engine", "ms", [1e3 * s for s in polled.delays])
 
 
 PARSER = command_line(__doc__, repeats=5)

@@ -26,16 +26,16 @@ from tools.bench.measurement import Measurement, command_line, run
 _MEGABYTE = 1e6
 
 
-def pace(engine: LinkedEngine, steps_per_second: float, until: float) -> None:
+def pace(engine: LinkedEngine, steps_per_second: float, deadline: float) -> None:
     """Steps at that rate."""
     due = time.monotonic()
-    while due < until:
+    while due < deadline:
         engine.run(1)
         due += 1 / steps_per_second
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, float]:
+def measure_serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, float]:
     """Memory and cores of the sidecar."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -45,27 +45,27 @@ def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, 
             stack.enter_context(linked_engine(sidecar.address, f"engine-{number}"))
             for number in range(engines)
         ]
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         threads = [
-            threading.Thread(target=pace, args=(engine, steps_per_second, until))
+            threading.Thread(target=pace, args=(engine, steps_per_second, deadline))
             for engine in linked
         ]
-        before = [engine.step for engine in linked]
-        began, spent = time.monotonic(), process.cpu_times()
+        steps_before = [engine.step for engine in linked]
+        start, cpu_before = time.monotonic(), process.cpu_times()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        elapsed, now = time.monotonic() - began, process.cpu_times()
-        steps = sum(engine.step for engine in linked) - sum(before)
+        elapsed, now = time.monotonic() - start, process.cpu_times()
+        steps = sum(engine.step for engine in linked) - sum(steps_before)
         return {
             "steps_per_second": steps / elapsed / engines,
             "megabytes": process.memory_info().rss / _MEGABYTE,
-            "cores": (now.user + now.system - spent.user - spent.system) / elapsed,
+            "cores": (now.user + now.system - cpu_before.user - cpu_before.system) / elapsed,
         }
 
 
-def profiling(seconds: float) -> dict[str, float]:
+def measure_profiling(seconds: float) -> dict[str, float]:
     """Largest memory, and cores, of `controller profile`."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -79,32 +79,43 @@ def profiling(seconds: float) -> dict[str, float]:
         with subprocess.Popen(
             command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as child:
-            began, largest, spent = time.monotonic(), 0, 0.0
+            start, largest, cpu_seconds = time.monotonic(), 0, 0.0
             while child.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(child.pid)
                     largest = max(largest, process.memory_info().rss)
-                    spent = sum(process.cpu_times()[:2])
+                    cpu_seconds = sum(process.cpu_times()[:2])
                 time.sleep(0.05)
         assert child.returncode == 0
         return {
             "megabytes": largest / _MEGABYTE,
-            "cores": spent / (time.monotonic() - began),
+            "cores": cpu_seconds / (time.monotonic() - start),
         }
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Megabytes and cores."""
     served = [
-        serving(options.engines, options.steps, options.seconds) for _ in range(options.repeats)
+        measure_serving(options.engines, options.steps, options.seconds)
+        for _ in range(options.repeats)
     ]
-    of = f"engines of {options.steps:g} steps/s: {options.engines}"
-    yield Measurement("steps/s of each engine", "1/s", [one["steps_per_second"] for one in served])
-    yield Measurement(f"sidecar, {of}, memory", "MB", [one["megabytes"] for one in served])
-    yield Measurement(f"sidecar, {of}, processor", "cores", [one["cores"] for one in served])
-    measured = [profiling(5.0) for _ in range(options.repeats)]
-    yield Measurement("controller profile, memory", "MB", [one["megabytes"] for one in measured])
-    yield Measurement("controller profile, processor", "cores", [one["cores"] for one in measured])
+    engines_text = f"engines of {options.steps:g} steps/s: {options.engines}"
+    yield Measurement(
+        "steps/s of each engine", "1/s", [figures["steps_per_second"] for figures in served]
+    )
+    yield Measurement(
+        f"sidecar, {engines_text}, memory", "MB", [figures["megabytes"] for figures in served]
+    )
+    yield Measurement(
+        f"sidecar, {engines_text}, processor", "cores", [figures["cores"] for figures in served]
+    )
+    measured = [measure_profiling(5.0) for _ in range(options.repeats)]
+    yield Measurement(
+        "controller profile, memory", "MB", [figures["megabytes"] for figures in measured]
+    )
+    yield Measurement(
+        "controller profile, processor", "cores", [figures["cores"] for figures in measured]
+    )
 
 
 PARSER = command_line(__doc__, repeats=3)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from controller.core.clock import VirtualClock
-from controller.core.engine.checkpoint import capture
+from controller.core.engine.checkpoint import capture_state
 from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -22,7 +22,7 @@ from controller.recording.recorded_controller import QUEUE_MAX, RecordedControll
 from controller.recording.recorder import Recorder
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2
-from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
+from tests.support.virtual_engine import engine_spec, gpu_step_seconds, make_engine, profile_of
 from tools.bench.measurement import RATIO, Measurement, command_line, run
 
 STEPS = 4000
@@ -33,51 +33,56 @@ Steps = list[tuple[float, StepReport, engine_pb2.StepReport]]
 
 def reports() -> Steps:
     """Of an engine in virtual time, with their times and the messages that they come in."""
-    engine = make()
+    engine = make_engine()
     for batch_size, acceptance in ((4, 0.8), (16, 0.5), (64, 0.7), (8, 0.3)):
         engine.run(STEPS // 4, batch_size, [acceptance] * 7)
-    return [(at, report, report_to_proto(report)) for at, report in engine.reports]
+    return [
+        (report_time, report, report_to_proto(report)) for report_time, report in engine.reports
+    ]
 
 
 def seconds(core: EngineController, clock: VirtualClock, steps: Steps) -> float:
     """Of this thread's processor time: folding all of them, a plan asked for after each."""
     core.current_plan()
-    began = time.thread_time()
-    for at, report, message in steps:
-        clock.advance(at - clock.now())
+    start = time.thread_time()
+    for report_time, report, message in steps:
+        clock.advance(report_time - clock.now())
         if isinstance(core, RecordedController):
             core.observe(report, message)
         else:
             core.observe(report)
         core.next_plan()
-    return time.thread_time() - began
+    return time.thread_time() - start
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Times of the two, their ratios, and what lies on disk."""
     assert STEPS * 2 < QUEUE_MAX
     steps, spec = reports(), engine_spec()
-    profile, settings = profile_of(spec, gpu_like), PlannerSettings()
-    plain, taped, whole, openings, sizes = [], [], [], [], []
+    profile, settings = profile_of(spec, gpu_step_seconds), PlannerSettings()
+    plain, recorded, whole_process, openings, sizes = [], [], [], [], []
     for _ in range(options.repeats):
         clock = VirtualClock()
         plain.append(seconds(EngineController(spec, settings, profile, clock), clock, steps))
         with tempfile.TemporaryDirectory() as directory:
-            began = time.process_time()
+            start = time.process_time()
             recorder = Recorder(Path(directory), 64_000_000, lambda _: None)
             recorder.open()
             clock = VirtualClock()
-            core = recorder.core(spec, settings, profile, clock, TrainingSettings())
-            taped.append(seconds(core, clock, steps))
+            core = recorder.create_core(spec, settings, profile, clock, TrainingSettings())
+            recorded.append(seconds(core, clock, steps))
             recorder.close()
-            whole.append(time.process_time() - began)
+            whole_process.append(time.process_time() - start)
             sizes.append(sum(path.stat().st_size for path in Path(directory).glob("*.record")))
-        began = time.thread_time()
-        capture(core)
-        openings.append(time.thread_time() - began)
+        start = time.thread_time()
+        capture_state(core)
+        openings.append(time.thread_time() - start)
     yield Measurement("a report folded and planned", "us", [1e6 * s / STEPS for s in plain])
-    for name, found in (("the steering thread", taped), ("with the recorder's thread", whole)):
-        ratios = [b / a for a, b in zip(plain, found, strict=True)]
+    for name, recorded_times in (
+        ("the steering thread", recorded),
+        ("with the recorder's thread", whole_process),
+    ):
+        ratios = [b / a for a, b in zip(plain, recorded_times, strict=True)]
         yield Measurement(f"recorded over not recorded, {name}", RATIO, ratios)
     yield Measurement("on disk a report, plans included", "bytes", [s / STEPS for s in sizes])
     yield Measurement("a new segment's opening state", "ms", [1e3 * s for s in openings])

@@ -26,7 +26,7 @@ import yaml
 from simulator.process_pool import make_process_pool
 from simulator.scenarios.scenario_file import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
-from tests.support.dealing import dealt
+from tests.support.dealing import draw_number
 from tests.support.random_scenarios import has_memory, scenarios
 from tools.bench.measurement import RATIO, Measurement, command_line, run
 
@@ -38,19 +38,23 @@ _WORST_SHOWN = 20
 
 def _play(number: int, folder: Path) -> dict[str, Any]:
     """One scenario's result; without a ratio if there is none of the number or it is too short."""
-    drawn = dealt(scenarios(), number)
-    if drawn is None:
+    drawn_scenario = draw_number(scenarios(), number)
+    if drawn_scenario is None:
         return {"number": number}
     with tempfile.TemporaryDirectory() as place:
-        found = against_off(drawn.scenario(Path(place)), by_request=drawn.has_memory)
-    if found is None:
+        result = against_off(
+            drawn_scenario.scenario(Path(place)), by_request=drawn_scenario.has_memory
+        )
+    if result is None:
         return {"number": number}
-    if found.worst < BAR:
-        drawn.write(folder, f"scenario-{number}", _said(found.worst, found.begins))
-    return {"number": number, **asdict(found)}
+    if result.worst < BAR:
+        drawn_scenario.write(
+            folder, f"scenario-{number}", _describe_window(result.worst, result.begins)
+        )
+    return {"number": number, **asdict(result)}
 
 
-def _said(worst: float, begins: int) -> str:
+def _describe_window(worst: float, begins: int) -> str:
     return f"{worst:.4f} of plain decoding in the {WINDOW} steps from step {begins}"
 
 
@@ -66,25 +70,25 @@ def _results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Those of the wanted numbers, the known ones first."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"results-{_version()}.jsonl"
-    wanted = set(range(options.first, options.first + options.scenarios))
-    if kept.exists():
+    results_file = folder / f"results-{_version()}.jsonl"
+    remaining = set(range(options.first, options.first + options.scenarios))
+    if results_file.exists():
         # A run that was killed may have left half a line.
-        lines = kept.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept.write_text("".join(whole))
-        for found in map(json.loads, whole):
-            if found["number"] in wanted:
-                wanted.remove(found["number"])
-                yield found
-    with kept.open("a") as out:
-        for found in _played(sorted(wanted), folder, options.processes):
-            out.write(json.dumps(found) + "\n")
-            out.flush()
-            yield found
+        lines = results_file.read_text().splitlines(keepends=True)
+        complete_lines = [line for line in lines if line.endswith("\n")]
+        results_file.write_text("".join(complete_lines))
+        for result in map(json.loads, complete_lines):
+            if result["number"] in remaining:
+                remaining.remove(result["number"])
+                yield result
+    with results_file.open("a") as file:
+        for result in _play_all(sorted(remaining), folder, options.processes):
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            yield result
 
 
-def _played(
+def _play_all(
     numbers: Sequence[int], folder: Path, processes: int | None
 ) -> Iterator[dict[str, Any]]:
     if processes == 1:
@@ -97,33 +101,34 @@ def _played(
 
 def _with_progress(results: Iterable[dict[str, Any]], scenarios: int) -> Iterator[dict[str, Any]]:
     """The same, and a line now and then."""
-    began = shown = time.monotonic()
-    below = 0
+    start = last_shown = time.monotonic()
+    below_bar = 0
     lowest = np.inf
-    for done, found in enumerate(results, 1):
-        if "worst" in found:
-            lowest = min(lowest, found["worst"])
-            below += found["worst"] < BAR
+    for done, result in enumerate(results, 1):
+        if "worst" in result:
+            lowest = min(lowest, result["worst"])
+            below_bar += result["worst"] < BAR
         now = time.monotonic()
-        if now - shown > _SHOW_EVERY_SECONDS:
-            shown = now
-            left = (scenarios - done) * (now - began) / done
+        if now - last_shown > _SHOW_EVERY_SECONDS:
+            last_shown = now
+            remaining_seconds = (scenarios - done) * (now - start) / done
             print(
-                f"{done}/{scenarios}, {below} below {BAR}, lowest {lowest:.4f}, {left:.0f} s left",
+                f"{done}/{scenarios}, {below_bar} below {BAR}, lowest {lowest:.4f}, "
+                f"{remaining_seconds:.0f} s left",
                 flush=True,
             )
-        yield found
+        yield result
 
 
 def _measure_files(files: Sequence[Path]) -> Iterable[Measurement]:
     for file in files:
         by_request = has_memory(yaml.safe_load(file.read_text()))
-        found = against_off(load_scenario(file), by_request=by_request)
-        if found is None:
+        result = against_off(load_scenario(file), by_request=by_request)
+        if result is None:
             raise SystemExit(f"{file} has fewer than {WINDOW} steps")
-        print(f"{file}: {_said(found.worst, found.begins)}")
-        yield Measurement(f"{file.stem}, worst window", RATIO, [found.worst], at_least=BAR)
-        yield Measurement(f"{file.stem}, whole run", RATIO, [found.overall])
+        print(f"{file}: {_describe_window(result.worst, result.begins)}")
+        yield Measurement(f"{file.stem}, worst window", RATIO, [result.worst], at_least=BAR)
+        yield Measurement(f"{file.stem}, whole run", RATIO, [result.overall])
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
@@ -132,27 +137,34 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         yield from _measure_files(options.file)
         return
     played = list(_with_progress(_results(options), options.scenarios))
-    results = sorted((one for one in played if "worst" in one), key=lambda one: one["worst"])
+    results = sorted(
+        (result for result in played if "worst" in result), key=lambda result: result["worst"]
+    )
     if not results:
         raise SystemExit(f"none of these scenarios has {WINDOW} steps")
-    below = [one for one in results if one["worst"] < BAR]
-    for one in below[:_WORST_SHOWN]:
-        print(f"scenario-{one['number']}.yaml: {_said(one['worst'], one['begins'])}")
-    if below:
+    below_bar = [result for result in results if result["worst"] < BAR]
+    for result in below_bar[:_WORST_SHOWN]:
+        print(
+            f"scenario-{result['number']}.yaml: "
+            f"{_describe_window(result['worst'], result['begins'])}"
+        )
+    if below_bar:
         listed = options.folder / "below.json"
-        listed.write_text(json.dumps(below, indent=1) + "\n")
-        print(f"{len(below)} of {len(results)} scenarios are below {BAR}: {listed}")
-    worst = [one["worst"] for one in results]
+        listed.write_text(json.dumps(below_bar, indent=1) + "\n")
+        print(f"{len(below_bar)} of {len(results)} scenarios are below {BAR}: {listed}")
+    worst = [result["worst"] for result in results]
     yield Measurement("scenarios", "count", [len(worst)])
     yield Measurement("lowest worst window", RATIO, worst[:1], at_least=FLOOR)
     for share in (0.001, 0.01, 0.5):
-        at = float(np.quantile(worst, share, method="lower"))
+        quantile_value = float(np.quantile(worst, share, method="lower"))
         bar = BAR if share == SHARE_BELOW_BAR else None
-        yield Measurement(f"worst window, quantile {share:g}", RATIO, [at], at_least=bar)
+        yield Measurement(
+            f"worst window, quantile {share:g}", RATIO, [quantile_value], at_least=bar
+        )
     yield Measurement(
-        f"scenarios below {BAR}", "share", [len(below) / len(worst)], at_most=SHARE_BELOW_BAR
+        f"scenarios below {BAR}", "share", [len(below_bar) / len(worst)], at_most=SHARE_BELOW_BAR
     )
-    best_off = [one["worst"] for one in results if one["overall"] <= 1]
+    best_off = [result["worst"] for result in results if result["overall"] <= 1]
     yield Measurement("scenarios in which plain decoding is best", "share",
                       [len(best_off) / len(worst)])  # fmt: skip
 

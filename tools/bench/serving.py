@@ -21,20 +21,22 @@ def quiet_sidecar(environment: Mapping[str, str] | None = None) -> Iterator[Side
             yield sidecar
 
 
-def introduced(channel: grpc.Channel, engine: EngineSpec) -> str:
+def introduce(channel: grpc.Channel, engine: EngineSpec) -> str:
     """Introduces the engine, and returns its session."""
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
     request = service_pb2.IntroduceRequest(engine=engine)
     return str(stub.Introduce(request, wait_for_ready=True).session_id)
 
 
-def messages_of(
-    session_id: str, reports: Sequence[StepReport], each: int
+def make_messages(
+    session_id: str, reports: Sequence[StepReport], reports_per_message: int
 ) -> list[service_pb2.SteerRequest]:
     """Groups reports into messages of equal size."""
     return [
-        service_pb2.SteerRequest(session_id=session_id, reports=reports[first : first + each])
-        for first in range(0, len(reports), each)
+        service_pb2.SteerRequest(
+            session_id=session_id, reports=reports[first : first + reports_per_message]
+        )
+        for first in range(0, len(reports), reports_per_message)
     ]
 
 
@@ -46,8 +48,8 @@ def send(channel: grpc.Channel, messages: Sequence[service_pb2.SteerRequest]) ->
 
 def processor_seconds(pid: int) -> float:
     """Seconds of a process's live threads, to the nanosecond (`cpu_times` has ticks of 10 ms)."""
-    spent = 0
+    nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            spent += int((task / "schedstat").read_text().split()[0])
-    return spent * 1e-9
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds * 1e-9

@@ -23,7 +23,14 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from lab.harness.scripted_sidecar import Script, ScriptedSidecar, scripted_sidecar
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
+from tests.support.engine import (
+    DFLASH,
+    EAGLE3,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    running_engine,
+)
 from tests.support.eventually import eventually
 from tests.support.hooked_steps import HookedSteps
 from tests.unit.engine_shim.link.in_process_agents import linked
@@ -41,7 +48,7 @@ from tools.bench.hook_spans import (
     WALL,
 )
 from tools.bench.measurement import RATIO, Measurement, command_line, percentiles, run
-from tools.bench.pairs import prompts_of
+from tools.bench.pairs import make_prompts
 
 _BATCHES = (1, 8, 64)
 _DETAILED = 8
@@ -97,8 +104,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
                 environment = _VARIABLES | variables | {
                     "PYTHONPATH": str(plugin), "SPECULATION_SIDECAR": sidecar.target
                 }  # fmt: skip
-                with serving(folder, _OPTIONS, environment) as engine:
-                    eventually(lambda s=sidecar: s.introductions, what="an introduction")  # type: ignore[misc]
+                with running_engine(folder, _OPTIONS, environment) as engine:
+                    eventually(lambda s=sidecar: s.introductions, description="an introduction")  # type: ignore[misc]
                     for case in cases:
                         for size in _BATCHES:
                             yield from _figures(engine, sidecar, case, size, options)
@@ -112,56 +119,57 @@ def _figures(
     engine: EngineProcess, sidecar: ScriptedSidecar, case: _Case, size: int,
     options: argparse.Namespace,
 ) -> Iterator[Measurement]:  # fmt: skip
-    what = f"{case.name}, B = {size}"
+    label = f"{case.name}, B = {size}"
     rounds = _rounds(engine, sidecar, case, size, options)
-    whole = [_whole(steps) for steps in map(_of(WALL), rounds)]
-    yield from percentiles(what, "us", whole, {50.0: _AT_MOST})
+    step_times = [_hook_times(steps) for steps in map(_select_kind(WALL), rounds)]
+    yield from percentiles(label, "us", step_times, {50.0: _AT_MOST})
     yield Measurement(
-        f"{what}: processor time, mean", "us",
-        [mean(_whole(steps)) for steps in map(_of(PROCESSOR), rounds)],
+        f"{label}: processor time, mean", "us",
+        [mean(_hook_times(steps)) for steps in map(_select_kind(PROCESSOR), rounds)],
     )  # fmt: skip
     for kind, name in ((CALLS, "function calls"), (OPERATORS, "operators of torch")):
-        counts = [[_sum(step) for step in steps] for steps in map(_of(kind), rounds)]
-        yield Measurement(f"{what}: {name}", "", [median(each) for each in counts])
+        counts = [[_sum(step) for step in steps] for steps in map(_select_kind(kind), rounds)]
+        yield Measurement(f"{label}: {name}", "", [median(sample) for sample in counts])
     reference = [
         median(_amounts(steps, SEND)) + median(_amounts(steps, POLICY))
-        for steps in map(_of(WALL), rounds)
+        for steps in map(_select_kind(WALL), rounds)
     ]
     yield Measurement(
-        f"{what}: over a bare send and SGLang's own policy together", RATIO,
-        [median(each) / other for each, other in zip(whole, reference, strict=True)],
+        f"{label}: over a bare send and SGLang's own policy together", RATIO,
+        [median(sample) / reference_time
+         for sample, reference_time in zip(step_times, reference, strict=True)],
     )  # fmt: skip
     if size == _DETAILED:
-        yield from _parts(what, rounds)
+        yield from _parts(label, rounds)
 
 
 def _warm(gamma: int, size: int, steps: int = 2000) -> float:
     """Microseconds of a step's hooks in a tight loop."""
-    found: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[bool, list[float]] = {True: [], False: []}
     with linked() as (link, _, agent):
         engine = HookedSteps(link, agent, size)
-        engine.take(gamma, asleep=gamma == 0)
+        engine.set_plan(gamma, asleep=gamma == 0)
         for step in range(steps):
             hooked = step % 2 == 0
-            begun = time.perf_counter()
+            start = time.perf_counter()
             engine.step(hooked=hooked)
-            found[hooked].append(1e6 * (time.perf_counter() - begun))
+            times[hooked].append(1e6 * (time.perf_counter() - start))
             if hooked:
-                engine.reported()
-    return median(found[True]) - median(found[False])
+                engine.next_report()
+    return median(times[True]) - median(times[False])
 
 
-def _parts(what: str, rounds: list[list[_Step]]) -> Iterator[Measurement]:
+def _parts(label: str, rounds: list[list[_Step]]) -> Iterator[Measurement]:
     """Each hook by itself, what some of them call, and the references."""
     names = {name for steps in rounds for step in steps for name in step["own"]}
     for name in sorted(names - set(REFERENCES) - set(CALLED)):
-        yield Measurement(f"{what}: {name}", "us", _medians(rounds, WALL, name, less_timers=True))
+        yield Measurement(f"{label}: {name}", "us", _medians(rounds, WALL, name, less_timers=True))
     for name in CALLED:
-        yield Measurement(f"{what}: of which {name}", "us", _medians(rounds, PARTS, name))
+        yield Measurement(f"{label}: of which {name}", "us", _medians(rounds, PARTS, name))
     for name in REFERENCES:
         less_timers = name == EMPTY
         yield Measurement(
-            f"{what}: {name}", "us", _medians(rounds, WALL, name, less_timers=less_timers)
+            f"{label}: {name}", "us", _medians(rounds, WALL, name, less_timers=less_timers)
         )
 
 
@@ -175,29 +183,29 @@ def _rounds(
     rounds = []
     for repeat in range(options.repeats + 1):
         engine.internal_state()  # takes what was recorded before
-        engine.generate(prompts_of("json", size), [options.tokens] * size)
-        found = engine.internal_state()["speculation_controller"]["hook_spans"]
+        engine.generate(make_prompts("json", size), [options.tokens] * size)
+        records = engine.internal_state()["speculation_controller"]["hook_spans"]
         if repeat:  # the first one warms up
             rounds.append([
-                step for step in found
+                step for step in records
                 if step["size"] == size and step["plan"] == case.plan_each_step
             ])  # fmt: skip
     return rounds
 
 
-def _of(kind: str) -> Callable[[list[_Step]], list[_Step]]:
+def _select_kind(kind: str) -> Callable[[list[_Step]], list[_Step]]:
     return lambda steps: [step for step in steps if step["kind"] == kind]
 
 
-def _whole(steps: list[_Step]) -> list[float]:
+def _hook_times(steps: list[_Step]) -> list[float]:
     """Microseconds that the hooks took of each step, without what the timers took."""
     timers = median(_amounts(steps, TIMERS))
     return [1e-3 * _sum(step) - step["left_out"] * timers for step in steps]
 
 
 def _sum(step: _Step) -> float:
-    own: dict[str, float] = step["own"]
-    return sum(amount for name, amount in own.items() if name not in REFERENCES)
+    amounts: dict[str, float] = step["own"]
+    return sum(amount for name, amount in amounts.items() if name not in REFERENCES)
 
 
 def _amounts(steps: list[_Step], name: str) -> list[float]:
@@ -207,16 +215,16 @@ def _amounts(steps: list[_Step], name: str) -> list[float]:
 def _medians(
     rounds: list[list[_Step]], kind: str, name: str, *, less_timers: bool = False
 ) -> list[float]:
-    found = []
-    for steps in map(_of(kind), rounds):
+    medians = []
+    for steps in map(_select_kind(kind), rounds):
         amounts = _amounts(steps, name)
         if amounts:
             timers = median(_amounts(steps, TIMERS)) if less_timers else 0.0
-            found.append(median(amounts) - timers)
-    return found
+            medians.append(median(amounts) - timers)
+    return medians
 
 
-PARSER = command_line(__doc__, repeats=3, of="answers to each batch")
+PARSER = command_line(__doc__, repeats=3, repeats_help="answers to each batch")
 PARSER.add_argument("--tokens", type=int, default=300, help="new tokens of each request")
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ class State:
     async def open(self) -> None:
         """Opens the store and begins to keep the overrides."""
         await self.override_registry.open()
-        self.supervisor.run_all({"overrides": self.override_registry.keep, **self.store.tasks})
+        self.supervisor.run_all({"overrides": self.override_registry.run, **self.store.tasks})
 
     async def close(self) -> None:
         """Ends everything."""
-        await self.supervisor.end()
+        await self.supervisor.stop()
         await self.override_registry.close()
 
     def obeys(self, override_id: str) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import simulate
-from simulator.peers.static import Static
-from simulator.scenarios.scenario_file import Scenario, standard
+from simulator.peers.static import StaticPolicy
+from simulator.scenarios.scenario_file import Scenario, standard_scenarios
 from tools.bench.measurement import Measurement, command_line, run
 
 _SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
@@ -24,25 +24,25 @@ def _step_seconds(scenario: Scenario, *, steered: bool) -> float:
     policy = (
         ControllerPolicy(surface, scenario.profile, scenario.max_batch_size)
         if steered
-        else Static(surface.arms, len(surface.arms) // 2)
+        else StaticPolicy(surface.arms, len(surface.arms) // 2)
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = simulate(workload, surface, policy, scenario.options, 0)
-    return (time.perf_counter() - began) / result.steps
+    return (time.perf_counter() - start) / result.steps
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Steps a second, and what the core takes of a step."""
-    scenarios = {scenario.name: scenario for scenario in standard()}
+    scenarios = {scenario.name: scenario for scenario in standard_scenarios()}
     for name in _SCENARIOS:
         plain, steered = [], []
         for _ in range(options.repeats):
             plain.append(_step_seconds(scenarios[name], steered=False))
             steered.append(_step_seconds(scenarios[name], steered=True))
-        taken = [1e6 * (b - a) for a, b in zip(plain, steered, strict=True)]
+        core_times = [1e6 * (b - a) for a, b in zip(plain, steered, strict=True)]
         yield Measurement(f"simulator, {name}, steered", "steps/s", [1 / s for s in steered])
         yield Measurement(f"simulator, {name}, static", "steps/s", [1 / s for s in plain])
-        yield Measurement(f"simulator, {name}, the core's part of a step", "us", taken)
+        yield Measurement(f"simulator, {name}, the core's part of a step", "us", core_times)
 
 
 PARSER = command_line(__doc__, repeats=5)

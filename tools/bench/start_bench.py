@@ -20,7 +20,7 @@ import psutil
 from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
 from tests.support.sidecar_process import CONTROLLER
 from tools.bench.measurement import Measurement, command_line, run
-from tools.bench.serving import introduced, messages_of, quiet_sidecar, send
+from tools.bench.serving import introduce, make_messages, quiet_sidecar, send
 
 _ENGINES = 64
 _REPORTS = 200
@@ -41,12 +41,12 @@ def _serving_and_memory() -> tuple[float, float]:
                 engine = engine_message(
                     f"engine-{number}", gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64
                 )
-                send(channel, messages_of(introduced(channel, engine), reports, _REPORTS))
+                send(channel, make_messages(introduce(channel, engine), reports, _REPORTS))
         resident = psutil.Process(sidecar.process.pid).memory_info().rss
         return sidecar.seconds_to_serving, resident / 1e6
 
 
-def _imported() -> float:
+def _import_seconds() -> float:
     """Seconds."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT], env=ENVIRONMENT, capture_output=True, check=True
@@ -54,11 +54,11 @@ def _imported() -> float:
     return float(done.stdout)
 
 
-def _whole(command: list[str]) -> float:
+def _command_seconds(command: list[str]) -> float:
     """Seconds of a command's life."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
@@ -67,10 +67,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     serving, memory = zip(*runs, strict=True)
     yield Measurement("sidecar, start to SERVING", "s", serving, at_most=1.0)
     yield Measurement(f"sidecar, memory with {_ENGINES} engines", "MB", memory, at_most=150.0)
-    imports = [_imported() for _ in range(options.repeats)]
+    imports = [_import_seconds() for _ in range(options.repeats)]
     yield Measurement("command line, import", "s", imports, at_most=0.3)
-    bare = [_whole([sys.executable, "-c", ""]) for _ in range(options.repeats)]
-    version = [_whole([*CONTROLLER, "version"]) for _ in range(options.repeats)]
+    bare = [_command_seconds([sys.executable, "-c", ""]) for _ in range(options.repeats)]
+    version = [_command_seconds([*CONTROLLER, "version"]) for _ in range(options.repeats)]
     yield Measurement("controller version, whole", "s", version)
     yield Measurement("a bare interpreter, whole", "s", bare)
 

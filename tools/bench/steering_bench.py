@@ -14,10 +14,10 @@ from pathlib import Path
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.harness.scripted_sidecar import scripted_sidecar
-from tests.support.engine import DEEP, EngineProcess, install_plugin, serving
+from tests.support.engine import DEEP, EngineProcess, install_plugin, running_engine
 from tests.support.eventually import eventually
 from tools.bench.measurement import RATIO, Measurement, command_line, run
-from tools.bench.pairs import ratios, step_seconds_of
+from tools.bench.pairs import measure_step_seconds, ratios
 
 _BATCHES = (1, 8)
 _GAMMA = 3
@@ -39,22 +39,24 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             place / "plugin", "tools.bench.unsteered:leave_out", name="zz_unsteered"
         )
         with (
-            scripted_sidecar(folders["one"]) as one,
-            scripted_sidecar(folders["other"]) as other,
-            serving(folders["one"], _OPTIONS, {"SPECULATION_SIDECAR": one.target}) as steered,
-            serving(
+            scripted_sidecar(folders["one"]) as steered_sidecar,
+            scripted_sidecar(folders["other"]) as unsteered_sidecar,
+            running_engine(
+                folders["one"], _OPTIONS, {"SPECULATION_SIDECAR": steered_sidecar.target}
+            ) as steered,
+            running_engine(
                 folders["other"],
                 _OPTIONS,
-                {"SPECULATION_SIDECAR": other.target, "PYTHONPATH": str(left_out)},
+                {"SPECULATION_SIDECAR": unsteered_sidecar.target, "PYTHONPATH": str(left_out)},
             ) as unsteered,
         ):
-            for sidecar in (one, other):
-                eventually(lambda s=sidecar: s.introductions, what="an introduction")  # type: ignore[misc]
+            for sidecar in (steered_sidecar, unsteered_sidecar):
+                eventually(lambda s=sidecar: s.introductions, description="an introduction")  # type: ignore[misc]
                 sidecar.run(lambda _: (_GAMMA, False))
             for size in _BATCHES:
 
                 def seconds(engine: EngineProcess, size: int = size) -> float:
-                    return step_seconds_of(engine, "code", size, options.tokens)
+                    return measure_step_seconds(engine, "code", size, options.tokens)
 
                 yield Measurement(
                     f"a steered step over the same unsteered, gamma = {_GAMMA}, B = {size}",
@@ -63,7 +65,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
                 )
 
 
-PARSER = command_line(__doc__, repeats=9, of="pairs of answers for each figure")
+PARSER = command_line(__doc__, repeats=9, repeats_help="pairs of answers for each figure")
 PARSER.add_argument("--tokens", type=int, default=200, help="new tokens of each request")
 
 if __name__ == "__main__":

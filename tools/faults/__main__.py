@@ -17,8 +17,8 @@ from rich.table import Table
 
 from lab.harness.measured import machine
 from tools.faults.catalogue import linked_faults
-from tools.faults.engine_faults import engine_faults, on_stage
-from tools.faults.fault import COMMAND, Fault, Outcome, injected
+from tools.faults.engine_faults import engine_faults, lazy_stage
+from tools.faults.fault import COMMAND, Fault, Outcome, run_fault
 
 EXIT_OTHERWISE = 1
 EXIT_UNKNOWN = 2
@@ -42,17 +42,17 @@ def faults(
     # What agents and servers say of connections that break, which is what is wanted here.
     os.dup2(log.fileno(), sys.stderr.fileno())
     console = Console()
-    with on_stage() as stage:
+    with lazy_stage() as stage:
         every = [
             *linked_faults(kills, damages, full_disks),
             *(engine_faults(stage) if engine else ()),
         ]
-        known = [fault.name for fault in every]
-        if only is not None and (unknown := sorted(set(only) - set(known))):
-            console.print(f"no fault {', '.join(unknown)}; there are {', '.join(known)}")
+        known_names = [fault.name for fault in every]
+        if only is not None and (unknown := sorted(set(only) - set(known_names))):
+            console.print(f"no fault {', '.join(unknown)}; there are {', '.join(known_names)}")
             raise typer.Exit(EXIT_UNKNOWN)
-        chosen = [fault for fault in every if only is None or fault.name in only]
-        outcomes = list(_injected(chosen, console))
+        selected = [fault for fault in every if only is None or fault.name in only]
+        outcomes = list(_inject_all(selected, console))
     _show(outcomes, console)
     _write(outcomes, output)
     console.print(f"{output}/findings.md, {output}/result.json")
@@ -60,10 +60,10 @@ def faults(
         raise typer.Exit(EXIT_OTHERWISE)
 
 
-def _injected(chosen: list[Fault], console: Console) -> Iterable[Outcome]:
-    for number, fault in enumerate(chosen, 1):
-        console.print(f"[{number}/{len(chosen)}] {fault.name}: {fault.injected}", markup=False)
-        outcome = injected(fault)
+def _inject_all(selected: list[Fault], console: Console) -> Iterable[Outcome]:
+    for number, fault in enumerate(selected, 1):
+        console.print(f"[{number}/{len(selected)}] {fault.name}: {fault.injected}", markup=False)
+        outcome = run_fault(fault)
         console.print(f"    {outcome.seconds:.1f} s, {_HOLDS[outcome.holds]}", markup=False)
         if not outcome.holds:
             console.print(f"    {outcome.observed}", markup=False)
@@ -81,7 +81,7 @@ def _show(outcomes: Sequence[Outcome], console: Console) -> None:
         table.add_row(
             f"{fault.name}\n{outcome.seconds:.0f} s",
             fault.expected,
-            "\n".join(filter(None, (outcome.observed, _in_words(outcome.figures)))),
+            "\n".join(filter(None, (outcome.observed, _format_figures(outcome.figures)))),
             _WORDS[outcome.holds],
         )
     console.print(table)
@@ -116,7 +116,7 @@ def _page(outcomes: Sequence[Outcome]) -> list[str]:
             fault.injected,
             fault.expected,
             outcome.observed,
-            _in_words(outcome.figures),
+            _format_figures(outcome.figures),
             _WORDS[outcome.holds],
         )
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -127,7 +127,7 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def _in_words(figures: Mapping[str, Any]) -> str:
+def _format_figures(figures: Mapping[str, Any]) -> str:
     """`steered_again_seconds` is read as "steered again seconds"."""
     return ", ".join(f"{name.replace('_', ' ')} {_value(v)}" for name, v in figures.items())
 

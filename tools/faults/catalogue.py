@@ -8,18 +8,18 @@ from tools.faults import (
     state_faults,
     version_faults,
 )
-from tools.faults.fault import Fault, faults_in
+from tools.faults.fault import Fault, list_faults
 
 
 def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...]:
     """At a real `controller serve` and a real agent; the engine's steps are made up."""
     return (
-        *faults_in(link_faults),
-        *faults_in(sidecar_faults),
-        *faults_in(state_faults),
+        *list_faults(link_faults),
+        *list_faults(sidecar_faults),
+        *list_faults(state_faults),
         state_faults.disk_full_at_random(full_disks),
-        state_faults.damaged(damages),
-        *faults_in(redis_faults),
-        *faults_in(version_faults),
+        state_faults.database_damaged(damages),
+        *list_faults(redis_faults),
+        *list_faults(version_faults),
         kill_faults.killed_at_random(kills),
     )

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import grpc
 
-from controller.cli.connection import for_operators
+from controller.cli.connection import to_operators_address
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from lab.harness.background_thread import BackgroundThread
@@ -31,88 +31,95 @@ SHORT = {"CONTROLLER_PLANNER__LEASE_SECONDS": "2"}
 SHORT_GRACE_SECONDS = 1.0
 
 # The sources of an engine's choices after its sidecar fails, in order.
-LEFT_ALONE = [Source.PLAN, Source.GRACE, Source.SAFE_DEFAULT]
+LAPSE_SOURCES = [Source.PLAN, Source.GRACE, Source.SAFE_DEFAULT]
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """The choice that the engine ran from the moment `at` on (monotonic seconds)."""
+class ExecutedChoice:
+    """The choice that the engine ran from the moment `seconds` on (monotonic seconds)."""
 
-    at: float
+    seconds: float
     source: Source
     gamma: int
     session: int
 
 
 class Drive(BackgroundThread):
-    """Runs an engine's steps on a thread while the context is open; `ran` has every change."""
+    """Runs an engine's steps on a thread while the context is open; `executed` has every change."""
 
     def __init__(self, engine: LinkedEngine) -> None:
         super().__init__("engine", PATIENCE_SECONDS)
         self.engine = engine
-        self.ran: list[Ran] = []
+        self.executed: list[ExecutedChoice] = []
         self.longest_step_seconds = 0.0
 
     def __enter__(self) -> Self:
         super().__enter__()
-        eventually(lambda: self.ran, what="a step")
+        eventually(lambda: self.executed, description="a step")
         return self
 
     @property
-    def now(self) -> Ran:
+    def current(self) -> ExecutedChoice:
         """The choice that ran last."""
-        return self.ran[-1]
+        return self.executed[-1]
 
-    def since(self, moment: float) -> list[Ran]:
+    def choices_since(self, moment: float) -> list[ExecutedChoice]:
         """The choice that ran at the moment, and those after it."""
-        before = [one for one in self.ran if one.at <= moment]
-        return [*before[-1:], *(one for one in self.ran if one.at > moment)]
+        choices_before = [choice for choice in self.executed if choice.seconds <= moment]
+        return [
+            *choices_before[-1:],
+            *(choice for choice in self.executed if choice.seconds > moment),
+        ]
 
-    def sources(self, moment: float) -> list[Source]:
+    def sources_since(self, moment: float) -> list[Source]:
         """The sources of the choices since the moment, each once, in order of appearance."""
-        return list(dict.fromkeys(one.source for one in self.since(moment)))
+        return list(dict.fromkeys(choice.source for choice in self.choices_since(moment)))
 
-    def wait_for(
-        self, source: Source, after: float, other_session_than: int | None = None
-    ) -> float:
-        """Seconds from the moment `after` until a choice came from the source."""
+    def wait_for(self, source: Source, moment: float, excluded_session: int | None = None) -> float:
+        """Seconds from the moment `moment` until a choice came from the source."""
 
-        def came() -> list[Ran]:
+        def list_matching() -> list[ExecutedChoice]:
             return [
-                one
-                for one in self.since(after)[1:]
-                if one.source is source and one.session != other_session_than
+                choice
+                for choice in self.choices_since(moment)[1:]
+                if choice.source is source and choice.session != excluded_session
             ]
 
-        what = f"steps by {source.value}"
-        return eventually(came, what=what)[0].at - after
+        description = f"steps by {source.value}"
+        return eventually(list_matching, description=description)[0].seconds - moment
 
     def wait_for_steps(self, count: int = 20) -> None:
         """Waits until `count` more steps have run."""
-        enough = self.engine.step + count
-        eventually(lambda: self.engine.step >= enough, what="steps")
+        target_step = self.engine.step + count
+        eventually(lambda: self.engine.step >= target_step, description="steps")
 
     def _run(self) -> None:
         engine = self.engine
         while not self._stop.is_set():
-            began = time.monotonic()
+            step_start = time.monotonic()
             engine.run(1)
-            now = time.monotonic()
-            self.longest_step_seconds = max(self.longest_step_seconds, now - began)
+            step_end = time.monotonic()
+            self.longest_step_seconds = max(self.longest_step_seconds, step_end - step_start)
             choice = engine.choice
             assert choice is not None
-            if not self.ran or _differs(self.ran[-1], choice):
-                self.ran.append(Ran(now, choice.source, choice.gamma, choice.session))
+            if not self.executed or _differs(self.executed[-1], choice):
+                self.executed.append(
+                    ExecutedChoice(step_end, choice.source, choice.gamma, choice.session)
+                )
 
 
-def _differs(ran: Ran, choice: StepChoice) -> bool:
-    return (ran.source, ran.gamma, ran.session) != (choice.source, choice.gamma, choice.session)
+def _differs(executed: ExecutedChoice, choice: StepChoice) -> bool:
+    return (executed.source, executed.gamma, executed.session) != (
+        choice.source,
+        choice.gamma,
+        choice.session,
+    )
 
 
 def set_request(
-    override_id: str, gamma: int, scope: policy_pb2.Scope, **lasts: Any
+    override_id: str, gamma: int, scope: policy_pb2.Scope, **duration: Any
 ) -> policy_pb2.SetOverrideRequest:
-    """A request that pins `gamma`.  lasts: for how long, `ttl_seconds` or `for_ever`."""
+    """A request that pins `gamma`.  duration: for how long, `ttl_seconds` or `for_ever`."""
     return policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
             override_id=override_id,
@@ -121,14 +128,14 @@ def set_request(
             author="ann",
             reason="a test of faults or of load",
         ),
-        **lasts,
+        **duration,
     )
 
 
-def clear_request(override_id: str, **more: Any) -> policy_pb2.ClearOverrideRequest:
-    """A request to clear an override as its author.  more: other fields."""
+def clear_request(override_id: str, **options: Any) -> policy_pb2.ClearOverrideRequest:
+    """A request to clear an override as its author.  options: other fields."""
     return policy_pb2.ClearOverrideRequest(
-        override_id=override_id, author="ann", reason="the test is over", **more
+        override_id=override_id, author="ann", reason="the test is over", **options
     )
 
 
@@ -136,7 +143,7 @@ class Operator:
     """An operator at a sidecar's own socket."""
 
     def __init__(self, address: str) -> None:
-        self._address = for_operators(address)
+        self._address = to_operators_address(address)
 
     @contextmanager
     def _policy(self) -> Iterator[policy_pb2_grpc.PolicyServiceStub]:
@@ -163,11 +170,11 @@ class Operator:
         with self._policy() as policy:
             policy.ClearOverride(clear_request(override_id), timeout=PATIENCE_SECONDS)
 
-    def in_force(self) -> set[str]:
+    def active_override_ids(self) -> set[str]:
         """Names of the overrides in force."""
-        return {held.override.override_id for held in self.held()}
+        return {held_override.override.override_id for held_override in self.list_overrides()}
 
-    def held(self) -> list[policy_pb2.HeldOverride]:
+    def list_overrides(self) -> list[policy_pb2.HeldOverride]:
         """The overrides in force."""
         # Polling stays well below the hundred calls a second that a sidecar answers.
         time.sleep(_PACE_SECONDS)
@@ -176,7 +183,7 @@ class Operator:
             return list(policy.ListOverrides(request, timeout=PATIENCE_SECONDS).overrides)
 
 
-def engines_at(address: str) -> service_pb2.ListEnginesResponse:
+def list_engines(address: str) -> service_pb2.ListEnginesResponse:
     """What a sidecar reports of its engines and of itself."""
     with grpc.insecure_channel(address) as channel:
         return service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
@@ -191,13 +198,13 @@ class Sidecars:
         self._place, self._flags, self._environment = place, flags, environment
         self._life = ExitStack()
         self.log = place / "sidecar.log"
-        self.now = self._start()
-        self.operator = Operator(self.now.address)
+        self.current = self._start()
+        self.operator = Operator(self.current.address)
 
     @property
     def pid(self) -> int:
         """Process id of the running sidecar."""
-        return self.now.process.pid
+        return self.current.process.pid
 
     def kill(self) -> None:
         """Kills the sidecar (SIGKILL)."""
@@ -206,9 +213,9 @@ class Sidecars:
     def restart(self) -> float:
         """Kills the sidecar if it runs, starts the next; returns when (monotonic seconds)."""
         self.kill()
-        began = time.monotonic()
-        self.now = self._start()
-        return began
+        start_time = time.monotonic()
+        self.current = self._start()
+        return start_time
 
     def close(self) -> None:
         """Ends the sidecar."""
@@ -220,7 +227,7 @@ class Sidecars:
         )
 
 
-class Scene:
+class LinkTestbed:
     """An engine under an operator's pin, and its sidecar."""
 
     def __init__(self, sidecars: Sidecars, drive: Drive) -> None:
@@ -229,23 +236,23 @@ class Scene:
 
 
 @contextmanager
-def scene(
+def open_testbed(
     place: Path,
     *flags: str,
     environment: dict[str, str] | None = None,
     grace_seconds: float = LinkSettings().grace_seconds,
     address: str = "",
-) -> Iterator[Scene]:
+) -> Iterator[LinkTestbed]:
     """An engine that runs under an acknowledged pin.  address: where it finds its sidecar."""
     with contextlib.closing(Sidecars(place, *flags, environment=environment or {})) as sidecars:
         sidecars.operator.pin()
         with (
             linked_engine(
                 # At its usual niceness a busy machine would starve the agent and hide the fault.
-                address or sidecars.now.address,
+                address or sidecars.current.address,
                 grace_seconds=grace_seconds,
                 agent_nice=0,
             ) as engine,
             Drive(engine) as drive,
         ):
-            yield Scene(sidecars, drive)
+            yield LinkTestbed(sidecars, drive)

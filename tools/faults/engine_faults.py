@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from lab.harness.background_thread import BackgroundThread
-from tests.support.engine import EAGLE3, ROOT, EngineProcess, serving
+from tests.support.engine import EAGLE3, ROOT, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 from tools.faults.driving import PIN, PINNED_GAMMA, SHORT, Sidecars
-from tools.faults.fault import Fault, Injection, Seen, fault, said_of
+from tools.faults.fault import Fault, Injection, Observations, describe_injection, fault
 from tools.faults.proxy import Proxy
 
 PATIENCE_SECONDS = 120.0
@@ -56,8 +56,10 @@ class Traffic(BackgroundThread):
     def wait(self) -> None:
         """Until an answer that was asked for after now."""
         # The next one may have been under way.
-        enough = self.answers + 2
-        eventually(lambda: self.failed or self.answers >= enough, what="the engine answers")
+        target_answers = self.answers + 2
+        eventually(
+            lambda: self.failed or self.answers >= target_answers, description="the engine answers"
+        )
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -81,30 +83,30 @@ class Stage:
     @property
     def link(self) -> dict[str, Any]:
         """The state of the link, as the engine reports it."""
-        found: dict[str, Any] = self.engine.internal_state()["speculation_controller"]
-        return found
+        link_state: dict[str, Any] = self.engine.internal_state()["speculation_controller"]
+        return link_state
 
     def wait_source(self, source: str) -> dict[str, Any]:
         """Waits until choices come from the source; something must run steps meanwhile."""
 
-        def reached() -> dict[str, Any] | None:
+        def read_reached() -> dict[str, Any] | None:
             link = self.link
             return link if link["source"] == source else None
 
-        return eventually(reached, what=f"steps by {source}")
+        return eventually(read_reached, description=f"steps by {source}")
 
     def wait_steered(self) -> float:
         """Seconds until steps run under the pin."""
-        began = time.monotonic()
+        start = time.monotonic()
 
-        def steered() -> bool:
+        def is_steered() -> bool:
             self.engine.generate(PROMPTS[:1], [4])
             state = self.engine.internal_state()
             link, gamma = state["speculation_controller"], state["speculative_num_steps"]
             return (link["source"], link["sidecar"], gamma) == ("PLAN", "STEERING", PINNED_GAMMA)
 
-        eventually(steered, what="steered under the pin")
-        return time.monotonic() - began
+        eventually(is_steered, description="steered under the pin")
+        return time.monotonic() - start
 
     def agent(self) -> int:
         """The agent's process id."""
@@ -113,12 +115,12 @@ class Stage:
 
 def plain_tokens(folder: Path) -> list[list[int]]:
     """The answers of an engine without speculation."""
-    with serving(folder) as engine:
+    with running_engine(folder) as engine:
         return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
 
 
 @contextmanager
-def staged(folder: Path, plain: Tokens) -> Iterator[Stage]:
+def open_stage(folder: Path, expected_tokens: Tokens) -> Iterator[Stage]:
     """An engine that is steered under an acknowledged pin."""
     address = f"unix:{folder}/proxy.sock"
     with contextlib.closing(Sidecars(folder, environment=SHORT)) as sidecars:
@@ -130,224 +132,244 @@ def staged(folder: Path, plain: Tokens) -> Iterator[Stage]:
             "SPECULATION_AGENT_NICE": "0",
         }
         with (
-            Proxy(address, sidecars.now.address) as proxy,
-            serving(folder / "engine", EAGLE3, variables) as engine,
+            Proxy(address, sidecars.current.address) as proxy,
+            running_engine(folder / "engine", EAGLE3, variables) as engine,
         ):
-            stage = Stage(engine, sidecars, proxy, plain)
+            stage = Stage(engine, sidecars, proxy, expected_tokens)
             stage.wait_steered()
             yield stage
 
 
 @contextmanager
-def on_stage() -> Iterator[Callable[[], Stage]]:
+def lazy_stage() -> Iterator[Callable[[], Stage]]:
     """A stage that is set up when it is first asked for."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name, ExitStack() as stack:
 
         @functools.cache
         def stage() -> Stage:
             plain = plain_tokens(Path(name) / "plain")
-            return stack.enter_context(staged(Path(name), plain))
+            return stack.enter_context(open_stage(Path(name), plain))
 
         yield stage
 
 
-_OnStage: TypeAlias = Callable[[Stage, Seen], None]
+_StageInjection: TypeAlias = Callable[[Stage, Observations], None]
 # By name: what is expected, and what injects it.
-_ON_STAGE: dict[str, tuple[str, _OnStage]] = {}
+_STAGE_FAULTS: dict[str, tuple[str, _StageInjection]] = {}
 # Those that are among the tests.
 QUICK: list[str] = []
 
 
-def _on_stage(name: str, expected: str, *, quick: bool = False) -> Callable[[_OnStage], _OnStage]:
+def _stage_fault(
+    name: str, expected: str, *, quick: bool = False
+) -> Callable[[_StageInjection], _StageInjection]:
     """Registers a function as a fault; its docstring says what it injects."""
 
-    def keep(inject: _OnStage) -> _OnStage:
-        _ON_STAGE[name] = (expected, inject)
+    def register(inject: _StageInjection) -> _StageInjection:
+        _STAGE_FAULTS[name] = (expected, inject)
         if quick:
             QUICK.append(f"engine-{name}")
         return inject
 
-    return keep
+    return register
 
 
 @contextmanager
-def _answering(stage: Stage, seen: Seen) -> Iterator[Traffic]:
+def _run_traffic(stage: Stage, observations: Observations) -> Iterator[Traffic]:
     """Sends requests while the block runs; then checks their answers and the pin."""
     with Traffic(stage.engine, stage.plain) as traffic:
         yield traffic
         traffic.wait()
-    seen.that(
+    observations.check(
         f"{traffic.answers} answers, every token as by plain decoding",
         not traffic.failed and not traffic.wrong,
         traffic.failed or f"{traffic.wrong} differ",
     )
-    in_force = stage.sidecars.operator.in_force()
-    seen.that("the override is in force", PIN in in_force, in_force)
+    active_ids = stage.sidecars.operator.active_override_ids()
+    observations.check("the override is in force", PIN in active_ids, active_ids)
 
 
-def _left_alone(stage: Stage, seen: Seen, traffic: Traffic) -> None:
+def _check_safe_default(stage: Stage, observations: Observations, traffic: Traffic) -> None:
     """Checks that the safe default runs and the engine still answers."""
     stage.wait_source("SAFE_DEFAULT")
     traffic.wait()
     state = stage.engine.internal_state()
     gamma, source = state["speculative_num_steps"], state["speculation_controller"]["source"]
-    seen.that(
+    observations.check(
         f"safe default, γ = {SAFE_GAMMA}",
         (gamma, source) == (SAFE_GAMMA, "SAFE_DEFAULT"),
         (gamma, source),
     )
 
 
-@_on_stage("agent-killed", f"steered again; {_EXACT}", quick=True)
-def _agent_killed(stage: Stage, seen: Seen) -> None:
+@_stage_fault("agent-killed", f"steered again; {_EXACT}", quick=True)
+def _agent_killed(stage: Stage, observations: Observations) -> None:
     """SIGKILL to the agent."""
-    with _answering(stage, seen) as traffic:
-        before = stage.link
+    with _run_traffic(stage, observations) as traffic:
+        link_before = stage.link
         os.kill(stage.agent(), signal.SIGKILL)
-        eventually(lambda: stage.link["agent_starts"] > before["agent_starts"], what="a new agent")
-        seen.figure("steered_again_seconds", stage.wait_steered())
+        eventually(
+            lambda: stage.link["agent_starts"] > link_before["agent_starts"],
+            description="a new agent",
+        )
+        observations.figure("steered_again_seconds", stage.wait_steered())
         traffic.wait()
-        lapses = stage.link["lapses"] - before["lapses"]
-        seen.figure("leases_lost", lapses)
-        seen.that("a new agent, and steered again", True)
+        lapses = stage.link["lapses"] - link_before["lapses"]
+        observations.figure("leases_lost", lapses)
+        observations.check("a new agent, and steered again", True)
 
 
-def _stopped(stage: Stage, seen: Seen, pid: int) -> None:
+def _stop_and_continue(stage: Stage, observations: Observations, pid: int) -> None:
     """SIGSTOP to a process, and SIGCONT once the safe default runs."""
-    with _answering(stage, seen) as traffic:
+    with _run_traffic(stage, observations) as traffic:
         os.kill(pid, signal.SIGSTOP)
         try:
-            _left_alone(stage, seen, traffic)
+            _check_safe_default(stage, observations, traffic)
         finally:
             os.kill(pid, signal.SIGCONT)
-        seen.figure("steered_again_seconds", stage.wait_steered())
+        observations.figure("steered_again_seconds", stage.wait_steered())
 
 
-@_on_stage("agent-stopped", _SAFE)
-def _agent_stopped(stage: Stage, seen: Seen) -> None:
+@_stage_fault("agent-stopped", _SAFE)
+def _agent_stopped(stage: Stage, observations: Observations) -> None:
     """SIGSTOP to the agent, SIGCONT."""
-    _stopped(stage, seen, stage.agent())
+    _stop_and_continue(stage, observations, stage.agent())
 
 
-@_on_stage("sidecar-stopped", _SAFE)
-def _sidecar_stopped(stage: Stage, seen: Seen) -> None:
+@_stage_fault("sidecar-stopped", _SAFE)
+def _sidecar_stopped(stage: Stage, observations: Observations) -> None:
     """SIGSTOP to the sidecar, SIGCONT."""
-    _stopped(stage, seen, stage.sidecars.pid)
+    _stop_and_continue(stage, observations, stage.sidecars.pid)
 
 
-@_on_stage("sidecar-killed", _SAFE, quick=True)
-def _sidecar_killed(stage: Stage, seen: Seen) -> None:
+@_stage_fault("sidecar-killed", _SAFE, quick=True)
+def _sidecar_killed(stage: Stage, observations: Observations) -> None:
     """SIGKILL to the sidecar, then started with the same state."""
-    with _answering(stage, seen) as traffic:
+    with _run_traffic(stage, observations) as traffic:
         stage.sidecars.kill()
-        _left_alone(stage, seen, traffic)
-        began = stage.sidecars.restart()
+        _check_safe_default(stage, observations, traffic)
+        start_time = stage.sidecars.restart()
         stage.wait_steered()
-        seen.figure("steered_again_seconds", time.monotonic() - began)
+        observations.figure("steered_again_seconds", time.monotonic() - start_time)
 
 
-@_on_stage("sidecar-slow", f"steered; {_EXACT}")
-def _sidecar_slow(stage: Stage, seen: Seen) -> None:
+@_stage_fault("sidecar-slow", f"steered; {_EXACT}")
+def _sidecar_slow(stage: Stage, observations: Observations) -> None:
     """A proxy: every byte to the agent 1 s late, connected anew."""
-    with _answering(stage, seen) as traffic:
+    with _run_traffic(stage, observations) as traffic:
         stage.proxy.delay_seconds = 1.0
         try:
             stage.proxy.reset()
-            seen.figure("introduced_seconds", stage.wait_steered())
+            observations.figure("introduced_seconds", stage.wait_steered())
             traffic.wait()
             source = stage.link["source"]
-            seen.that("steered by plans", source == "PLAN", source)
+            observations.check("steered by plans", source == "PLAN", source)
         finally:
             stage.proxy.delay_seconds = 0.0
     stage.wait_steered()
 
 
-@_on_stage("connections-reset", f"steered again; {_EXACT}")
-def _connections_reset(stage: Stage, seen: Seen) -> None:
+@_stage_fault("connections-reset", f"steered again; {_EXACT}")
+def _connections_reset(stage: Stage, observations: Observations) -> None:
     """A proxy closes all connections, five times."""
-    with _answering(stage, seen):
-        took = []
+    with _run_traffic(stage, observations):
+        durations = []
         for _ in range(5):
             stage.proxy.reset()
-            took.append(stage.wait_steered())
-        seen.spread("steered_again_seconds", took)
+            durations.append(stage.wait_steered())
+        observations.spread("steered_again_seconds", durations)
 
 
-@_on_stage("restart-storm", f"steered after each; {_EXACT}")
-def _storm(stage: Stage, seen: Seen) -> None:
+@_stage_fault("restart-storm", f"steered after each; {_EXACT}")
+def _restart_storm(stage: Stage, observations: Observations) -> None:
     """The sidecar is killed and started 20 times in a row."""
-    with _answering(stage, seen):
+    with _run_traffic(stage, observations):
         starts = stage.link["agent_starts"]
-        took = []
+        durations = []
         for _ in range(_STORM):
-            began = stage.sidecars.restart()
+            start_time = stage.sidecars.restart()
             stage.wait_steered()
-            took.append(time.monotonic() - began)
-        seen.spread("steered_again_seconds", took)
-        more = stage.link["agent_starts"] - starts
-        seen.that(f"steered after each of {_STORM} restarts, by the same agent", not more, more)
+            durations.append(time.monotonic() - start_time)
+        observations.spread("steered_again_seconds", durations)
+        extra_starts = stage.link["agent_starts"] - starts
+        observations.check(
+            f"steered after each of {_STORM} restarts, by the same agent",
+            not extra_starts,
+            extra_starts,
+        )
 
 
-@_on_stage("dead-sidecar-throughput", f"as many tokens a second (bar 0.99, not asserted); {_EXACT}")
-def _dead_over_safe(stage: Stage, seen: Seen) -> None:
+@_stage_fault(
+    "dead-sidecar-throughput", f"as many tokens a second (bar 0.99, not asserted); {_EXACT}"
+)
+def _dead_sidecar_throughput(stage: Stage, observations: Observations) -> None:
     """The sidecar killed, and in turn alive with the safe default's γ pinned."""
 
     def tokens_per_second() -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         answers = stage.engine.generate(PROMPTS, LENGTHS)
         wrong[0] += [answer.tokens for answer in answers] != list(stage.plain)
-        return sum(LENGTHS) / (time.perf_counter() - began)
+        return sum(LENGTHS) / (time.perf_counter() - start)
 
-    def dead() -> float:
+    def measure_dead() -> float:
         stage.sidecars.kill()
         with Traffic(stage.engine, stage.plain):
             stage.wait_source("SAFE_DEFAULT")
         return tokens_per_second()
 
-    def pinned() -> float:
+    def measure_pinned() -> float:
         stage.sidecars.restart()
         stage.wait_steered()
         # Of two pins the lower one counts; an id is not taken again.
         name = f"safe-{time.monotonic_ns()}"
         stage.sidecars.operator.pin(name, SAFE_GAMMA)
-        eventually(at_safe_gamma, what="the other pin")
+        eventually(is_at_safe_gamma, description="the other pin")
         try:
             return tokens_per_second()
         finally:
             stage.sidecars.operator.clear(name)
 
-    def at_safe_gamma() -> bool:
+    def is_at_safe_gamma() -> bool:
         stage.engine.generate(PROMPTS[:1], [4])
         return bool(stage.engine.internal_state()["speculative_num_steps"] == SAFE_GAMMA)
 
     wrong = [0]
     ratios = []
     for pair in range(_PAIRS):
-        first, second = (dead, pinned) if pair % 2 else (pinned, dead)
-        one, other = first(), second()
-        ratios.append(one / other if first is dead else other / one)
+        first, second = (
+            (measure_dead, measure_pinned) if pair % 2 else (measure_pinned, measure_dead)
+        )
+        first_rate, second_rate = first(), second()
+        ratios.append(
+            first_rate / second_rate if first is measure_dead else second_rate / first_rate
+        )
     stage.sidecars.restart()
     stage.wait_steered()
-    seen.spread("tokens_per_second_over_the_safe_defaults", ratios)
-    seen.that("every token as by plain decoding", not wrong[0], wrong[0])
+    observations.spread("tokens_per_second_over_the_safe_defaults", ratios)
+    observations.check("every token as by plain decoding", not wrong[0], wrong[0])
 
 
 @fault("engine-trainer-killed", f"it serves on with what was learnt; {_EXACT}")
-def _trainer_killed(_: Path, seen: Seen) -> None:
+def _trainer_killed(_: Path, observations: Observations) -> None:
     """Real SGLang: SIGKILL to the trainer of online updates."""
     command = [sys.executable, "-m", "pytest", "-q", *_TRAINER]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    seen.that(f"{_TRAINER[-1]} passes", run.returncode == 0, run.stdout[-500:])
+    observations.check(f"{_TRAINER[-1]} passes", run.returncode == 0, run.stdout[-500:])
 
 
 def engine_faults(stage: Callable[[], Stage]) -> tuple[Fault, ...]:
     """The faults that are injected beside the real SGLang while it serves requests."""
 
-    def on(inject: _OnStage) -> Injection:
+    def bind_stage(inject: _StageInjection) -> Injection:
         return lambda _, seen: inject(stage(), seen)
 
-    found = (
-        Fault(f"engine-{name}", f"real SGLang: {said_of(inject)}", expected, on(inject))
-        for name, (expected, inject) in _ON_STAGE.items()
+    staged_faults = (
+        Fault(
+            f"engine-{name}",
+            f"real SGLang: {describe_injection(inject)}",
+            expected,
+            bind_stage(inject),
+        )
+        for name, (expected, inject) in _STAGE_FAULTS.items()
     )
-    return (*found, _trainer_killed)
+    return (*staged_faults, _trainer_killed)

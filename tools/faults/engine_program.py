@@ -57,14 +57,14 @@ def main() -> None:
                         probe_id=choice.probe_id,
                         plan_session=choice.session,
                     )
-                    link.report(partial(_copy, report))
+                    link.report(partial(_copy_report, report))
                 time.sleep(0.002)
             print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
     finally:
         link.close()
 
 
-def _copy(report: engine_pb2.StepReport, empty: engine_pb2.StepReport) -> None:
+def _copy_report(report: engine_pb2.StepReport, empty: engine_pb2.StepReport) -> None:
     empty.CopyFrom(report)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from lab.harness.measured import Spread
 
 # The most characters of an error's text that are kept.
-_MOST_WORDS = 300
+_MAX_ERROR_CHARACTERS = 300
 COMMAND = "python -m tools.faults --only"
 
 
@@ -21,13 +21,13 @@ class CannotInjectError(Exception):
 
 
 @dataclass
-class Seen:
+class Observations:
     """What an injection showed: statements that hold or do not, and figures."""
 
     statements: list[tuple[str, bool]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def that(self, text: str, holds: bool, otherwise: object = "") -> None:
+    def check(self, text: str, holds: bool, otherwise: object = "") -> None:
         """Adds a statement; `otherwise` is what was observed instead if it does not hold."""
         self.statements.append((text if holds else f"NOT: {text} ({otherwise})", holds))
 
@@ -40,10 +40,12 @@ class Seen:
         self.figures[name] = Spread(tuple(values)).as_json()
 
 
-Injection: TypeAlias = Callable[[Path, Seen], None]
+Injection: TypeAlias = Callable[[Path, Observations], None]
 # Expectations that several faults share.
-ALONE = "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
-ON = "the plan goes on, no safe default"
+LAPSE_EXPECTED = (
+    "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
+)
+PLAN_CONTINUES = "the plan goes on, no safe default"
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,17 @@ class Fault:
 
 def fault(name: str, expected: str, *, quick: bool = False) -> Callable[[Injection], Fault]:
     """Makes a fault of the function that injects it, whose docstring says what is injected."""
-    return lambda inject: Fault(name, said_of(inject), expected, inject, quick)
+    return lambda inject: Fault(name, describe_injection(inject), expected, inject, quick)
 
 
-def said_of(inject: Callable[..., None]) -> str:
+def describe_injection(inject: Callable[..., None]) -> str:
     """The docstring, as a cell of the table."""
     return " ".join((inject.__doc__ or "").split()).removesuffix(".")
 
 
-def faults_in(module: ModuleType) -> list[Fault]:
+def list_faults(module: ModuleType) -> list[Fault]:
     """The faults that a module has made, in order."""
-    return [found for found in vars(module).values() if isinstance(found, Fault)]
+    return [value for value in vars(module).values() if isinstance(value, Fault)]
 
 
 @dataclass(frozen=True)
@@ -99,21 +101,27 @@ class Outcome:
         }
 
 
-def injected(fault: Fault) -> Outcome:
+def run_fault(fault: Fault) -> Outcome:
     """Injects it in a place of its own; whatever goes wrong is what was observed."""
-    seen = Seen()
-    began = time.monotonic()
+    observations = Observations()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
         try:
-            fault.inject(Path(place), seen)
+            fault.inject(Path(place), observations)
         except CannotInjectError as error:
-            return Outcome(fault, f"not injected: {error}", None, {}, time.monotonic() - began)
+            return Outcome(fault, f"not injected: {error}", None, {}, time.monotonic() - start)
         except Exception as error:  # noqa: BLE001  # the others are to be injected all the same
-            where = traceback.extract_tb(error.__traceback__)
-            ours = next(frame for frame in reversed(where) if "/tools/faults/" in frame.filename)
-            at = f"{Path(ours.filename).name}:{ours.lineno}"
-            words = " ".join(str(error).split())[:_MOST_WORDS]
-            seen.that("it runs to its end", False, f"{at}: {type(error).__name__}: {words}")
-    observed = "; ".join(text for text, _ in seen.statements)
-    holds = bool(seen.statements) and all(held for _, held in seen.statements)
-    return Outcome(fault, observed, holds, seen.figures, time.monotonic() - began)
+            frames = traceback.extract_tb(error.__traceback__)
+            own_frame = next(
+                frame for frame in reversed(frames) if "/tools/faults/" in frame.filename
+            )
+            location = f"{Path(own_frame.filename).name}:{own_frame.lineno}"
+            message = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+            observations.check(
+                "it runs to its end", False, f"{location}: {type(error).__name__}: {message}"
+            )
+    observed = "; ".join(text for text, _ in observations.statements)
+    holds = bool(observations.statements) and all(
+        was_held for _, was_held in observations.statements
+    )
+    return Outcome(fault, observed, holds, observations.figures, time.monotonic() - start)

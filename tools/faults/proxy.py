@@ -27,7 +27,7 @@ class Proxy:
         self.delay_seconds = 0.0
         self._target = target
         self._writers: set[asyncio.StreamWriter] = set()
-        self._ways: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._server: asyncio.Server | None = None
@@ -56,18 +56,18 @@ class Proxy:
     async def _serve(self) -> None:
         if self.address.startswith("unix:"):
             path = self.address.removeprefix("unix:")
-            self._server = await asyncio.start_unix_server(self._enter, path)
+            self._server = await asyncio.start_unix_server(self._handle_connection, path)
         else:
             host, _, port = self.address.rpartition(":")
-            self._server = await asyncio.start_server(self._enter, host, int(port))
+            self._server = await asyncio.start_server(self._handle_connection, host, int(port))
 
     async def _end(self) -> None:
         assert self._server is not None
         self._server.close()
         await self._reset()
-        for way in self._ways:
-            way.cancel()
-        await asyncio.gather(*self._ways, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _reset(self) -> int:
         writers = list(self._writers)
@@ -78,29 +78,31 @@ class Proxy:
             writer.transport.abort()
         return len(writers)
 
-    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            there_reader, there_writer = await self._connect()
+            target_reader, target_writer = await self._connect()
         except OSError:
             writer.close()
             return
-        pair = {writer, there_writer}
+        pair = {writer, target_writer}
         self._writers |= pair
-        ways = {
-            self._loop.create_task(self._pass(reader, there_writer, late=False)),
-            self._loop.create_task(self._pass(there_reader, writer, late=True)),
+        tasks = {
+            self._loop.create_task(self._forward(reader, target_writer, delayed=False)),
+            self._loop.create_task(self._forward(target_reader, writer, delayed=True)),
         }
-        self._ways |= ways
+        self._tasks |= tasks
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            self._ways -= ways
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks -= tasks
             self._writers -= pair
-            for one in pair:
-                one.close()
+            for peer in pair:
+                peer.close()
 
     async def _connect(self) -> Streams:
         if self._target.startswith("unix:"):
@@ -108,15 +110,15 @@ class Proxy:
         host, _, port = self._target.rpartition(":")
         return await asyncio.open_connection(host, int(port))
 
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, late: bool
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, delayed: bool
     ) -> None:
         """In order, each chunk when it is due."""
-        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        pending: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
         async def deliver() -> None:
             while True:
-                due, data = await waiting.get()
+                due, data = await pending.get()
                 await asyncio.sleep(max(0.0, due - self._loop.time()))
                 if not data:
                     return
@@ -128,11 +130,11 @@ class Proxy:
             with contextlib.suppress(ConnectionError):
                 while data:
                     data = await reader.read(_CHUNK)
-                    delay = self.delay_seconds if late else 0.0
-                    await waiting.put((self._loop.time() + delay, data))
+                    delay = self.delay_seconds if delayed else 0.0
+                    await pending.put((self._loop.time() + delay, data))
 
-        async with asyncio.TaskGroup() as both:
-            collecting = both.create_task(collect())
+        async with asyncio.TaskGroup() as tasks:
+            collecting = tasks.create_task(collect())
             with contextlib.suppress(ConnectionError):
                 await deliver()
             collecting.cancel()

@@ -20,90 +20,103 @@ from tools.faults.driving import (
     SHORT,
     SHORT_GRACE_SECONDS,
     Operator,
-    scene,
+    open_testbed,
 )
-from tools.faults.fault import ALONE, ON, Seen, fault
+from tools.faults.fault import LAPSE_EXPECTED, PLAN_CONTINUES, Observations, fault
 from tools.faults.link_faults import (
-    agent_of,
-    left_alone,
-    steered_again,
-    stopped_and_continued,
-    went_on,
+    agent_pid,
+    check_fallback,
+    check_plan_continues,
+    check_steered_again,
+    stop_and_continue,
 )
 
 _STORM = 20
 _CROWD = 64
 
 
-@fault("sidecar-killed", ALONE)
-def killed(place: Path, seen: Seen) -> None:
+@fault("sidecar-killed", LAPSE_EXPECTED)
+def killed(place: Path, observations: Observations) -> None:
     """SIGKILL to the sidecar until the safe default runs, then started with the same state."""
-    with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
-        moment, before = time.monotonic(), here.drive.now
-        here.sidecars.kill()
-        here.drive.wait_for(Source.SAFE_DEFAULT, moment)
-        left_alone(here, seen, moment)
-        steered_again(here, seen, here.sidecars.restart(), before.session)
-        seen.figure("start_to_serving_seconds", here.sidecars.now.seconds_to_serving)
-        starts = here.drive.engine.link.status().agent_starts
-        seen.that("the same agent", starts == 1, starts)
+    with open_testbed(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as testbed:
+        moment, choice_before = time.monotonic(), testbed.drive.current
+        testbed.sidecars.kill()
+        testbed.drive.wait_for(Source.SAFE_DEFAULT, moment)
+        check_fallback(testbed, observations, moment)
+        check_steered_again(
+            testbed, observations, testbed.sidecars.restart(), choice_before.session
+        )
+        observations.figure("start_to_serving_seconds", testbed.sidecars.current.seconds_to_serving)
+        starts = testbed.drive.engine.link.status().agent_starts
+        observations.check("the same agent", starts == 1, starts)
 
 
-@fault("sidecar-stopped", ALONE)
-def stopped(place: Path, seen: Seen) -> None:
+@fault("sidecar-stopped", LAPSE_EXPECTED)
+def stopped(place: Path, observations: Observations) -> None:
     """SIGSTOP to the sidecar until the safe default runs, SIGCONT."""
-    with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
-        stopped_and_continued(here, seen, here.sidecars.pid)
+    with open_testbed(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as testbed:
+        stop_and_continue(testbed, observations, testbed.sidecars.pid)
 
 
-@fault("two-sidecars", f"both refuse to start with their exit code; {ON}")
-def two_at_one_place(place: Path, seen: Seen) -> None:
+@fault("two-sidecars", f"both refuse to start with their exit code; {PLAN_CONTINUES}")
+def two_sidecars_at_one_address(place: Path, observations: Observations) -> None:
     """A second sidecar on the first one's socket, another on its state directory."""
-    with scene(place) as here:
+    with open_testbed(place) as testbed:
         moment = time.monotonic()
         state = f"{place}/controller.sock.state"
         for code, text, *flags in (
-            (Exit.TAKEN, "another sidecar is serving on", "--address", here.sidecars.now.address),
+            (
+                Exit.TAKEN, "another sidecar is serving on", "--address",
+                testbed.sidecars.current.address,
+            ),
             (
                 Exit.NO_STORE, "in use by another sidecar",
                 "--address", f"unix:{place}/other.sock", "--state-directory", state,
             ),
         ):  # fmt: skip
             second = controller("serve", "--metrics-port", "0", *flags)
-            seen.that(
+            observations.check(
                 f"the second ends with {code.value}: “{text}”",
                 second.returncode == code and text in second.stderr,
                 (second.returncode, second.stderr[-300:]),
             )
-        went_on(here, seen, moment)
-        seen.that("the override is in force", PIN in here.operator.in_force())
+        check_plan_continues(testbed, observations, moment)
+        observations.check(
+            "the override is in force", PIN in testbed.operator.active_override_ids()
+        )
 
 
-@fault("restart-storm", f"{ON}; steered after each; the agent keeps no descriptor")
-def storm(place: Path, seen: Seen) -> None:
+@fault("restart-storm", f"{PLAN_CONTINUES}; steered after each; the agent keeps no descriptor")
+def storm(place: Path, observations: Observations) -> None:
     """The sidecar is killed and started 20 times in a row while the engine runs."""
-    with scene(place) as here:
-        began = time.monotonic()
-        agent = psutil.Process(agent_of(here))
-        descriptors, took = [], []
+    with open_testbed(place) as testbed:
+        start_time = time.monotonic()
+        agent = psutil.Process(agent_pid(testbed))
+        descriptors, durations = [], []
         for _ in range(_STORM):
-            before = here.drive.now
-            took.append(here.drive.wait_for(Source.PLAN, here.sidecars.restart(), before.session))
+            descriptors_before = testbed.drive.current
+            durations.append(
+                testbed.drive.wait_for(
+                    Source.PLAN, testbed.sidecars.restart(), descriptors_before.session
+                )
+            )
             descriptors.append(agent.num_fds())
-        went_on(here, seen, began)
-        seen.spread("steered_again_seconds", took)
-        seen.that(
+        check_plan_continues(testbed, observations, start_time)
+        observations.spread("steered_again_seconds", durations)
+        observations.check(
             f"{_STORM} restarts leave the agent no more descriptors",
             max(descriptors[_STORM // 2 :]) <= max(descriptors[: _STORM // 2]),
             descriptors,
         )
-        status = here.drive.engine.link.status()
-        seen.that("the same agent", status.agent_starts == 1, status.agent_starts)
-        seen.that("the override is in force", PIN in here.operator.in_force())
+        status = testbed.drive.engine.link.status()
+        observations.check("the same agent", status.agent_starts == 1, status.agent_starts)
+        observations.check(
+            "the override is in force", PIN in testbed.operator.active_override_ids()
+        )
 
 
 @fault("introducing-crowd", "all are steered again under what was acknowledged")
-def crowd(place: Path, seen: Seen) -> None:
+def crowd(place: Path, observations: Observations) -> None:
     """The sidecar of 64 agents is killed and started."""
     with ExitStack() as engines:
         first = ExitStack()
@@ -117,25 +130,25 @@ def crowd(place: Path, seen: Seen) -> None:
             )
             engines.callback(link.close)
             links.append(link)
-        sessions = _steered(links, set())
+        sessions = _wait_steered(links, set())
         first.close()
-        began = time.monotonic()
-        again = engines.enter_context(sidecar_process(place, log=place / "sidecar.log"))
-        fresh = _steered(links, sessions)
-        seen.figure("all_steered_again_seconds", time.monotonic() - began)
-        seen.that(f"{_CROWD} engines are steered again", len(fresh) == _CROWD, len(fresh))
+        start = time.monotonic()
+        second_sidecar = engines.enter_context(sidecar_process(place, log=place / "sidecar.log"))
+        fresh = _wait_steered(links, sessions)
+        observations.figure("all_steered_again_seconds", time.monotonic() - start)
+        observations.check(f"{_CROWD} engines are steered again", len(fresh) == _CROWD, len(fresh))
         gammas = {link.choose(4).gamma for link in links}
-        seen.that(f"each at γ = {PINNED_GAMMA}", gammas == {PINNED_GAMMA}, gammas)
-        memory = psutil.Process(again.process.pid).memory_info().rss / 1e6
-        seen.figure("sidecar_megabytes", memory)
+        observations.check(f"each at γ = {PINNED_GAMMA}", gammas == {PINNED_GAMMA}, gammas)
+        memory = psutil.Process(second_sidecar.process.pid).memory_info().rss / 1e6
+        observations.figure("sidecar_megabytes", memory)
 
 
-def _steered(links: list[EngineLink], before: set[int]) -> set[int]:
+def _wait_steered(links: list[EngineLink], old_sessions: set[int]) -> set[int]:
     """Sessions of all of them, once each has a plan of one that is none of those."""
 
     def sessions() -> set[int]:
-        chosen = [link.choose(4) for link in links]
-        new = {c.session for c in chosen if c.source is Source.PLAN} - before
+        choices = [link.choose(4) for link in links]
+        new = {c.session for c in choices if c.source is Source.PLAN} - old_sessions
         return new if len(new) == len(links) else set()
 
-    return eventually(sessions, within=4 * PATIENCE_SECONDS, what="all are steered")
+    return eventually(sessions, timeout_seconds=4 * PATIENCE_SECONDS, description="all are steered")

@@ -15,7 +15,7 @@ from tests.support.eventually import eventually
 from tests.support.sidecar_process import CONTROLLER, sidecar_process, wait_until_serving
 from tools.faults import engine_program
 from tools.faults.driving import PATIENCE_SECONDS, PINNED_GAMMA, Operator
-from tools.faults.fault import CannotInjectError, Seen, fault
+from tools.faults.fault import CannotInjectError, Observations, fault
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 300
@@ -25,23 +25,25 @@ _ENGINE_ID = "of-another-version"
 
 
 @fault("older-shim", _EXPECTED, quick=True)
-def old_shim(place: Path, seen: Seen) -> None:
+def old_shim(place: Path, observations: Observations) -> None:
     """Link and agent of the oldest commit that has them, at today's sidecar."""
-    with _oldest_tree(place, seen) as tree, sidecar_process(place) as sidecar:
+    with _oldest_tree(place, observations) as tree, sidecar_process(place) as sidecar:
         Operator(sidecar.address).pin()
         with _engine(sidecar.address, tree) as engine:
-            ran = _steered(engine)
-            seen.that(
-                f"steered under the pin, at γ = {PINNED_GAMMA}", ran["gamma"] == PINNED_GAMMA, ran
+            state = _run_until_steered(engine)
+            observations.check(
+                f"steered under the pin, at γ = {PINNED_GAMMA}",
+                state["gamma"] == PINNED_GAMMA,
+                state,
             )
-            _counted(sidecar.address, seen)
+            _check_reports(sidecar.address, observations)
 
 
 @fault("older-sidecar", _EXPECTED, quick=True)
-def old_sidecar(place: Path, seen: Seen) -> None:
+def old_sidecar(place: Path, observations: Observations) -> None:
     """Today's link and agent, with a lookup, at the sidecar of that commit."""
     address = f"unix:{place}/controller.sock"
-    with _oldest_tree(place, seen) as tree:
+    with _oldest_tree(place, observations) as tree:
         command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0"]
         with (
             (place / "sidecar.log").open("w") as log,
@@ -52,36 +54,36 @@ def old_sidecar(place: Path, seen: Seen) -> None:
             try:
                 wait_until_serving(address, process)
                 with _engine(address, _ROOT, "plain") as engine:
-                    ran = _steered(engine)
-                    seen.that("steered by a plan", ran["source"] == "plan", ran)
-                    _counted(address, seen)
+                    state = _run_until_steered(engine)
+                    observations.check("steered by a plan", state["source"] == "plan", state)
+                    _check_reports(address, observations)
             finally:
                 process.kill()
 
 
-def _counted(address: str, seen: Seen) -> None:
+def _check_reports(address: str, observations: Observations) -> None:
     """Checks that the engine's reports are taken and none is refused."""
     with SidecarHandle(address, _ENGINE_ID) as sidecar:
-        eventually(lambda: sidecar.status().reports >= _STEPS, what="reports are taken")
+        eventually(lambda: sidecar.status().reports >= _STEPS, description="reports are taken")
         rejected = sidecar.status().rejected_reports
-    seen.that("its reports are taken, none is refused", rejected == 0, rejected)
+    observations.check("its reports are taken, none is refused", rejected == 0, rejected)
 
 
-def _steered(engine: "subprocess.Popen[str]") -> dict[str, Any]:
+def _run_until_steered(engine: "subprocess.Popen[str]") -> dict[str, Any]:
     """The engine's state `_STEPS` steps after a plan began to steer it."""
-    asked = time.monotonic()
-    while _told(engine, 10)["source"] != "plan":
-        assert time.monotonic() - asked < PATIENCE_SECONDS, "no plan comes"
-    return _told(engine, _STEPS)
+    start = time.monotonic()
+    while _run_steps(engine, 10)["source"] != "plan":
+        assert time.monotonic() - start < PATIENCE_SECONDS, "no plan comes"
+    return _run_steps(engine, _STEPS)
 
 
-def _told(engine: "subprocess.Popen[str]", steps: int) -> dict[str, Any]:
+def _run_steps(engine: "subprocess.Popen[str]", steps: int) -> dict[str, Any]:
     assert engine.stdin is not None
     assert engine.stdout is not None
     engine.stdin.write(f"{steps}\n")
     engine.stdin.flush()
-    found: dict[str, Any] = json.loads(engine.stdout.readline())
-    return found
+    reply: dict[str, Any] = json.loads(engine.stdout.readline())
+    return reply
 
 
 @contextmanager
@@ -101,12 +103,14 @@ def _engine(address: str, tree: Path, *words: str) -> Iterator["subprocess.Popen
 
 def _environment(tree: Path) -> Mapping[str, str]:
     """Variables that make a process run the tree's own code, whatever is installed."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CONTROLLER_", "SPECULATION"))}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(tree / "proto"), str(tree)])}
+    variables = {
+        k: v for k, v in os.environ.items() if not k.startswith(("CONTROLLER_", "SPECULATION"))
+    }
+    return variables | {"PYTHONPATH": os.pathsep.join([str(tree / "proto"), str(tree)])}
 
 
 @contextmanager
-def _oldest_tree(place: Path, seen: Seen) -> Iterator[Path]:
+def _oldest_tree(place: Path, observations: Observations) -> Iterator[Path]:
     """The first commit that has an agent, checked out; its contract only grew since."""
     added = ["log", "--diff-filter=A", "--format=%H", "--", "engine_shim/link/agent.py"]
     shallow = _git("rev-parse", "--is-shallow-repository")
@@ -115,7 +119,7 @@ def _oldest_tree(place: Path, seen: Seen) -> Iterator[Path]:
         raise CannotInjectError("older versions need the whole history of the repository")
     tree = place / "oldest"
     _git("worktree", "add", "--detach", str(tree), commits[-1])
-    seen.figure("oldest_commit", commits[-1][:7])
+    observations.figure("oldest_commit", commits[-1][:7])
     try:
         yield tree
     finally:

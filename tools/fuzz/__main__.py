@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.fuzz.campaign import CORPUS, LEARNT, TARGETS
+from tools.fuzz.campaign import CORPUS, LEARNT_FOLDER, TARGETS
 
 # Beyond its share, for what a process does before and after.
 _GRACE_SECONDS = 120.0
@@ -26,16 +26,16 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
     parser.add_argument("--list", action="store_true", help="the targets' names")
-    given = parser.parse_args()
-    if given.list:
+    options = parser.parse_args()
+    if options.list:
         print("\n".join(TARGETS))
         return 0
-    names = given.target or list(TARGETS)
-    seconds = 60 * given.minutes * given.jobs / len(names)
-    before = _kept()
-    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+    names = options.target or list(TARGETS)
+    seconds = 60 * options.minutes * options.jobs / len(names)
+    corpus_before = _corpus_files()
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         codes = list(pool.map(lambda name: _fuzz(name, seconds), names))
-    new = sorted(_kept() - before)
+    new = sorted(_corpus_files() - corpus_before)
     for path in new:
         print(f"found: {path}")
     return int(bool(new) or any(codes))
@@ -43,8 +43,8 @@ def main() -> int:
 
 def _fuzz(name: str, seconds: float) -> int:
     command = [sys.executable, "-m", "tools.fuzz.guided", name, str(seconds)]
-    LEARNT.mkdir(parents=True, exist_ok=True)
-    log = LEARNT / f"{name}.log"
+    LEARNT_FOLDER.mkdir(parents=True, exist_ok=True)
+    log = LEARNT_FOLDER / f"{name}.log"
     try:
         with log.open("wb") as output:
             code = subprocess.run(
@@ -61,7 +61,7 @@ def _fuzz(name: str, seconds: float) -> int:
     return code
 
 
-def _kept() -> set[Path]:
+def _corpus_files() -> set[Path]:
     return {path for path in CORPUS.rglob("*") if path.is_file()}
 
 

@@ -27,7 +27,7 @@ TARGETS: Mapping[str, Target] = {
 }
 CORPUS = Path(__file__).parent / "corpus"
 # The inputs that guided runs have learnt, and their logs.
-LEARNT = Path("build/fuzz")
+LEARNT_FOLDER = Path("build/fuzz")
 # Of one input, on a machine where others work.
 HANG_SECONDS = 20.0
 # By which one input may raise the most memory that the process ever had.
@@ -62,41 +62,41 @@ class Watch:
     refused: int = 0
     findings: dict[str, Finding] = field(default_factory=dict)
 
-    def take(self, data: bytes) -> None:
+    def feed_input(self, data: bytes) -> None:
         """Feeds one input."""
         self.fed += 1
-        before = _peak_bytes()
+        peak_before = _peak_bytes()
         try:
             with _limited(self.hang_seconds):
                 self.feed(data)
-            _limit_memory(_peak_bytes() - before)
+            _limit_memory(_peak_bytes() - peak_before)
         except self.target.allowed:
             self.refused += 1
         except (Exception, HungError) as error:  # noqa: BLE001  # whatever it is, it is a finding
-            place = _place(error)
+            place = _locate(error)
             text = "".join(traceback.format_exception(error))
             self.findings.setdefault(place, Finding(data, place, text))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_logging() -> Iterator[None]:
     """Silences logging: thousands of refusals would be logged."""
-    before = structlog.get_config()
+    saved_config = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
-        structlog.configure(**before)
+        structlog.configure(**saved_config)
 
 
-def kept(name: str) -> list[Path]:
+def corpus_files(name: str) -> list[Path]:
     """The target's inputs in the corpus: those that once were findings."""
     return sorted((CORPUS / name).glob("*"))
 
 
-def keep(name: str, finding: Finding) -> Path:
+def save_finding(name: str, finding: Finding) -> Path:
     """Puts a finding into the corpus."""
     folder = CORPUS / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,29 +109,32 @@ def replay(watch: Watch) -> None:
     """Feeds the seeds and the corpus."""
     seeds = watch.target.seeds()
     for data in seeds:
-        watch.take(data)
+        watch.feed_input(data)
     assert watch.refused < len(seeds), f"{watch.target.name}: no seed gets past the first checks"
-    for path in kept(watch.target.name):
-        watch.take(path.read_bytes())
+    for path in corpus_files(watch.target.name):
+        watch.feed_input(path.read_bytes())
 
 
 def fuzz(watch: Watch, examples: int, seconds: float, seed: int = 0) -> None:
     """Feeds inputs mutated from seeds and corpus, `examples` of them or for `seconds`."""
-    seeds = [*watch.target.seeds(), *(path.read_bytes() for path in kept(watch.target.name))]
-    until = time.monotonic() + seconds
+    seeds = [
+        *watch.target.seeds(),
+        *(path.read_bytes() for path in corpus_files(watch.target.name)),
+    ]
+    deadline = time.monotonic() + seconds
     for number in itertools.count():
-        if number >= examples or time.monotonic() >= until:
+        if number >= examples or time.monotonic() >= deadline:
             return
         rng = Random(f"{watch.target.name} {seed} {number}")
         data = rng.choice(seeds)
-        watch.take(watch.target.mutate(rng, data, seeds))
+        watch.feed_input(watch.target.mutate(rng, data, seeds))
         if number % 256 == 0:
             gc.collect()
 
 
-def _limit_memory(taken: int) -> None:
-    if taken > MEMORY_BYTES:
-        raise HungryError(f"one input took {taken} bytes of memory")
+def _limit_memory(used_bytes: int) -> None:
+    if used_bytes > MEMORY_BYTES:
+        raise HungryError(f"one input took {used_bytes} bytes of memory")
 
 
 def _peak_bytes() -> int:
@@ -140,23 +143,23 @@ def _peak_bytes() -> int:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    def ring(number: int, frame: FrameType | None) -> None:
+    def raise_hung(number: int, frame: FrameType | None) -> None:
         raise HungError(f"the target did not return within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    previous_handler = signal.signal(signal.SIGALRM, raise_hung)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
-def _place(error: BaseException) -> str:
+def _locate(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/fuzz/campaign" not in frame.filename]
-    last = ours[-1] if ours else None
-    where = f"{Path(last.filename).name}:{last.lineno}" if last else ""
+    target_frames = [frame for frame in frames if "/fuzz/campaign" not in frame.filename]
+    last = target_frames[-1] if target_frames else None
+    location = f"{Path(last.filename).name}:{last.lineno}" if last else ""
     # gRPC raises all statuses at one place.
-    said = str(error)[:80] if "tools/fuzz/" in (last.filename if last else "") else ""
-    return f"{type(error).__name__} {where} {said}".strip()
+    message = str(error)[:80] if "tools/fuzz/" in (last.filename if last else "") else ""
+    return f"{type(error).__name__} {location} {message}".strip()

@@ -17,7 +17,15 @@ import atheris
 
 # Before anything of the product is imported.
 with atheris.instrument_imports(include=["controller", "engine_shim", "simulator", "trainer"]):
-    from tools.fuzz.campaign import CORPUS, LEARNT, TARGETS, Watch, keep, kept, quiet
+    from tools.fuzz.campaign import (
+        CORPUS,
+        LEARNT_FOLDER,
+        TARGETS,
+        Watch,
+        corpus_files,
+        quiet_logging,
+        save_finding,
+    )
     from tools.fuzz.mutation import MAX_BYTES
 
 _HANG_SECONDS = 10.0
@@ -29,38 +37,42 @@ def main(name: str, seconds: float) -> None:
     """Fuzzes one target; libFuzzer then ends the process."""
     warnings.simplefilter("error")
     target = TARGETS[name]
-    learnt = LEARNT / name
-    learnt.mkdir(parents=True, exist_ok=True)
+    learnt_folder = LEARNT_FOLDER / name
+    learnt_folder.mkdir(parents=True, exist_ok=True)
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
-    seeds = [*target.seeds(), *(path.read_bytes() for path in kept(name))]
+    seeds = [*target.seeds(), *(path.read_bytes() for path in corpus_files(name))]
     for number, seed in enumerate(seeds):
-        (learnt / f"seed-{number}").write_bytes(seed)
-    with tempfile.TemporaryDirectory() as folder, quiet(), target.opened(Path(folder)) as feed:
+        (learnt_folder / f"seed-{number}").write_bytes(seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        quiet_logging(),
+        target.opened(Path(folder)) as feed,
+    ):
         watch = Watch(target, feed, _HANG_SECONDS)
         atheris.Setup(
             [
                 sys.argv[0], f"-max_total_time={max(1, round(seconds))}", f"-max_len={MAX_BYTES}",
                 f"-timeout={_STUCK_SECONDS}", "-rss_limit_mb=4096",
-                f"-artifact_prefix={CORPUS / name}/", str(learnt),
+                f"-artifact_prefix={CORPUS / name}/", str(learnt_folder),
             ],
-            _taking(watch),
+            _make_feed(watch),
             custom_mutator=lambda data, most, seed: target.mutate(Random(seed), data, seeds)[:most],
         )  # fmt: skip
         atheris.Fuzz()
 
 
-def _taking(watch: Watch) -> Callable[[bytes], Any]:
+def _make_feed(watch: Watch) -> Callable[[bytes], Any]:
     """A feed that saves each finding at once, because libFuzzer ends the process itself."""
 
-    def take(data: bytes) -> None:
-        known = len(watch.findings)
-        watch.take(data)
-        if len(watch.findings) > known:
+    def feed_input(data: bytes) -> None:
+        finding_count = len(watch.findings)
+        watch.feed_input(data)
+        if len(watch.findings) > finding_count:
             finding = list(watch.findings.values())[-1]
-            path = keep(watch.target.name, finding)
+            path = save_finding(watch.target.name, finding)
             print(f"\n{watch.target.name}: {finding.place}\n{path}\n{finding.text}", flush=True)
 
-    return take
+    return feed_input
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ _QUOTED = re.compile(r'"[^"\n]*"')
 _DEEP = (500, 5_000, 50_000)
 
 
-def bytes_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+def mutate_bytes(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     """Bits, bytes, numbers, stretches; cut off, doubled, or joined with another input."""
     for _ in range(rng.randint(1, _TURNS)):
         data = rng.choice(_BYTE_CHANGES)(rng, data, seeds)[:MAX_BYTES]
@@ -53,23 +53,23 @@ def bytes_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
 def _flip(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     if not data:
         return rng.randbytes(rng.randint(0, 64))
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    index = rng.randrange(len(data))
+    return data[:index] + bytes([data[index] ^ (1 << rng.randrange(8))]) + data[index + 1 :]
 
 
 def _overwrite(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    at = rng.randint(0, len(data))
+    start = rng.randint(0, len(data))
     size = rng.choice((1, 2, 4, 8))
     value = rng.choice(_INTEGERS) % (1 << 8 * size)
     piece = value.to_bytes(size, rng.choice(("little", "big")))
     if size == 8 and rng.random() < 0.4:
         piece = struct.pack("<d", rng.choice(_REALS))
-    return data[:at] + piece + data[at + size :]
+    return data[:start] + piece + data[start + size :]
 
 
 def _insert(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    at = rng.randint(0, len(data))
-    return data[:at] + rng.randbytes(rng.randint(1, 32)) + data[at:]
+    index = rng.randint(0, len(data))
+    return data[:index] + rng.randbytes(rng.randint(1, 32)) + data[index:]
 
 
 def _delete(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
@@ -89,8 +89,8 @@ def _truncate(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
 
 
 def _splice(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    other = rng.choice(seeds)
-    return data[: rng.randint(0, len(data))] + other[rng.randint(0, len(other)) :]
+    donor = rng.choice(seeds)
+    return data[: rng.randint(0, len(data))] + donor[rng.randint(0, len(donor)) :]
 
 
 _BYTE_CHANGES = (
@@ -106,91 +106,100 @@ _BYTE_CHANGES = (
 )
 
 
-def text_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+def mutate_text(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     """Lines, numbers, quoted words, nesting; and bytes, now and then."""
     if rng.random() < 0.15:
-        return bytes_of(rng, data, seeds)
+        return mutate_bytes(rng, data, seeds)
     text = data.decode("utf-8", "surrogateescape")
     for _ in range(rng.randint(1, _TURNS)):
         text = rng.choice(_TEXT_CHANGES)(rng, text)
     return text.encode("utf-8", "surrogatepass" if rng.random() < 0.5 else "replace")[:MAX_BYTES]
 
 
-def _line(rng: Random, text: str) -> str:
+def _change_line(rng: Random, text: str) -> str:
     lines = text.split("\n")
-    at, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    index, other_index = rng.randrange(len(lines)), rng.randrange(len(lines))
     match rng.randrange(5):
         case 0:
-            del lines[at]
+            del lines[index]
         case 1:
-            lines.insert(at, lines[other])
+            lines.insert(index, lines[other_index])
         case 2:
-            lines[at], lines[other] = lines[other], lines[at]
+            lines[index], lines[other_index] = lines[other_index], lines[index]
         case 3:
-            lines[at] = rng.choice((" ", "\t", "  ")) + lines[at]
+            lines[index] = rng.choice((" ", "\t", "  ")) + lines[index]
         case _:
-            lines[at] += rng.choice((",", " ", ":", "#", rng.choice(_WORDS)))
+            lines[index] += rng.choice((",", " ", ":", "#", rng.choice(_WORDS)))
     return "\n".join(lines)
 
 
-def _number(rng: Random, text: str) -> str:
-    return _replaced(rng, text, _NUMBER, rng.choice(_NUMBERS))
+def _change_number(rng: Random, text: str) -> str:
+    return _replace_match(rng, text, _NUMBER, rng.choice(_NUMBERS))
 
 
-def _word(rng: Random, text: str) -> str:
-    return _replaced(rng, text, _QUOTED, f'"{rng.choice(_WORDS)}"')
+def _insert_word(rng: Random, text: str) -> str:
+    return _replace_match(rng, text, _QUOTED, f'"{rng.choice(_WORDS)}"')
 
 
-def _token(rng: Random, text: str) -> str:
+def _insert_token(rng: Random, text: str) -> str:
     word = rng.choice(
         (*_WORDS, *_NUMBERS, "&a [*a, *a]", "!!python/object:os.system", "? : -", "<<:")
     )
-    return _replaced(rng, text, re.compile(r"[^\s,:=\"{}\[\]]+"), word)
+    return _replace_match(rng, text, re.compile(r"[^\s,:=\"{}\[\]]+"), word)
 
 
-def _nested(rng: Random, text: str) -> str:
+def _insert_nested(rng: Random, text: str) -> str:
     opening, closing = rng.choice((("[", "]"), ('{"a":', "}"), ("{a: ", "}"), ("- ", "")))
     depth = rng.choice(_DEEP)
     deep = opening * depth + closing * rng.choice((0, depth))
-    return _replaced(rng, text, _NUMBER, deep[: MAX_BYTES // 2])
+    return _replace_match(rng, text, _NUMBER, deep[: MAX_BYTES // 2])
 
 
-def _replaced(rng: Random, text: str, pattern: re.Pattern[str], word: str) -> str:
-    found = list(pattern.finditer(text))
-    if not found:
+def _replace_match(rng: Random, text: str, pattern: re.Pattern[str], word: str) -> str:
+    matches = list(pattern.finditer(text))
+    if not matches:
         return text + word
-    at = rng.choice(found)
-    return text[: at.start()] + word + text[at.end() :]
+    chosen_match = rng.choice(matches)
+    return text[: chosen_match.start()] + word + text[chosen_match.end() :]
 
 
-_TEXT_CHANGES = (_line, _line, _number, _number, _word, _token, _token, _nested)
+_TEXT_CHANGES = (
+    _change_line,
+    _change_line,
+    _change_number,
+    _change_number,
+    _insert_word,
+    _insert_token,
+    _insert_token,
+    _insert_nested,
+)
 
 
-def json_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+def mutate_json(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     """Values of other kinds and sizes, keys that are missing, strange or there twice."""
     if rng.random() < 0.3:
-        return text_of(rng, data, seeds)
+        return mutate_text(rng, data, seeds)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        return text_of(rng, rng.choice(seeds), seeds)
+        return mutate_text(rng, rng.choice(seeds), seeds)
     for _ in range(rng.randint(1, _TURNS)):
-        body = _changed(rng, body)
+        body = _change_value(rng, body)
     text = json.dumps(body)
     if rng.random() < 0.1:
-        text = _replaced(rng, text, re.compile(r'("\w+": [^,{}\[\]]+), '), r"\1, \1, ")
+        text = _replace_match(rng, text, re.compile(r'("\w+": [^,{}\[\]]+), '), r"\1, \1, ")
     return text.encode()[:MAX_BYTES]
 
 
-def _changed(rng: Random, value: Any) -> Any:
+def _change_value(rng: Random, value: Any) -> Any:
     """The value with one place in it changed."""
     inside = isinstance(value, dict | list) and value and rng.random() < 0.85
     if not inside:
-        return _strange(rng, value)
-    return _changed_object(rng, value) if isinstance(value, dict) else _changed_list(rng, value)
+        return _odd_value(rng, value)
+    return _change_object(rng, value) if isinstance(value, dict) else _change_list(rng, value)
 
 
-def _changed_object(rng: Random, value: dict[str, Any]) -> dict[str, Any]:
+def _change_object(rng: Random, value: dict[str, Any]) -> dict[str, Any]:
     key = rng.choice(list(value))
     match rng.randrange(8):
         case 0:
@@ -198,21 +207,21 @@ def _changed_object(rng: Random, value: dict[str, Any]) -> dict[str, Any]:
         case 1:
             return value | {rng.choice(_WORDS): value[key]}
         case _:
-            return value | {key: _changed(rng, value[key])}
+            return value | {key: _change_value(rng, value[key])}
 
 
-def _changed_list(rng: Random, value: list[Any]) -> list[Any]:
-    at = rng.randrange(len(value))
+def _change_list(rng: Random, value: list[Any]) -> list[Any]:
+    index = rng.randrange(len(value))
     match rng.randrange(8):
         case 0:
-            return value[:at] + value[at + 1 :]
+            return value[:index] + value[index + 1 :]
         case 1:
-            return value + [value[at]] * rng.choice((1, 1, 70, 3000))
+            return value + [value[index]] * rng.choice((1, 1, 70, 3000))
         case _:
-            return [*value[:at], _changed(rng, value[at]), *value[at + 1 :]]
+            return [*value[:index], _change_value(rng, value[index]), *value[index + 1 :]]
 
 
-def _strange(rng: Random, value: Any) -> Any:
+def _odd_value(rng: Random, value: Any) -> Any:
     kinds: tuple[Any, ...] = (
         rng.choice(_INTEGERS), -rng.choice(_INTEGERS), rng.choice(_REALS), rng.choice(_WORDS),
         10 ** rng.choice((30, 400)), None, True, False, [], {}, [value], {"a": value}, str(value),
@@ -222,17 +231,17 @@ def _strange(rng: Random, value: Any) -> Any:
     return rng.choice(kinds)
 
 
-def message_of(kind: type[Message]) -> Mutator:
+def mutate_message(kind: type[Message]) -> Mutator:
     """Fields of a protobuf message set, cleared, repeated and mixed, at any depth."""
 
     def mutate(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
         if rng.random() < 0.2:
-            return bytes_of(rng, data, seeds)
+            return mutate_bytes(rng, data, seeds)
         message = kind()
         try:
             message.ParseFromString(data)
         except DecodeError:
-            return bytes_of(rng, data, seeds)
+            return mutate_bytes(rng, data, seeds)
         for _ in range(rng.randint(1, _TURNS)):
             _change_message(rng, message)
         return message.SerializeToString()[:MAX_BYTES]
@@ -246,8 +255,10 @@ def _change_message(rng: Random, message: Message) -> None:
     if not fields:
         return
     # What is there is changed rather than what is not.
-    there = [field for field, _ in message.ListFields()]
-    field: FieldDescriptor = rng.choice(there if there and rng.random() < 0.7 else fields)
+    present_fields = [field for field, _ in message.ListFields()]
+    field: FieldDescriptor = rng.choice(
+        present_fields if present_fields and rng.random() < 0.7 else fields
+    )
     value = getattr(message, field.name)
     if rng.random() < 0.1:
         message.ClearField(field.name)
@@ -259,7 +270,7 @@ def _change_message(rng: Random, message: Message) -> None:
         value.SetInParent()
         _change_message(rng, value)
     else:
-        setattr(message, field.name, _scalar(rng, field))
+        setattr(message, field.name, _random_scalar(rng, field))
 
 
 def _is_map(field: FieldDescriptor) -> bool:
@@ -278,14 +289,14 @@ def _change_repeated(rng: Random, field: FieldDescriptor, value: Any) -> None:
             value.add()
         return
     if value and rng.random() < 0.4:
-        value[rng.randrange(len(value))] = _scalar(rng, field)
+        value[rng.randrange(len(value))] = _random_scalar(rng, field)
     elif value and rng.random() < 0.3:
         del value[rng.randrange(len(value)) :]
     else:
-        value.extend([_scalar(rng, field)] * many)
+        value.extend([_random_scalar(rng, field)] * many)
 
 
-def _scalar(rng: Random, field: FieldDescriptor) -> Any:
+def _random_scalar(rng: Random, field: FieldDescriptor) -> Any:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_STRING:
             if field.type == FieldDescriptor.TYPE_BYTES:
@@ -307,42 +318,42 @@ def _scalar(rng: Random, field: FieldDescriptor) -> Any:
 _LENGTH = struct.Struct("<I")
 
 
-def several(parts: Sequence[bytes]) -> bytes:
+def join_parts(parts: Sequence[bytes]) -> bytes:
     """Some inputs as one, each behind its length."""
     return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
 
 
-def parts_of(data: bytes) -> list[bytes]:
+def split_parts(data: bytes) -> list[bytes]:
     """The inputs again; what is torn off at the end counts as one."""
     parts = []
-    at = 0
-    while at + _LENGTH.size <= len(data):
-        (size,) = _LENGTH.unpack_from(data, at)
-        parts.append(data[at + _LENGTH.size : at + _LENGTH.size + size])
-        at += _LENGTH.size + size
+    position = 0
+    while position + _LENGTH.size <= len(data):
+        (size,) = _LENGTH.unpack_from(data, position)
+        parts.append(data[position + _LENGTH.size : position + _LENGTH.size + size])
+        position += _LENGTH.size + size
     return parts
 
 
-def several_of(mutate: Mutator) -> Mutator:
+def mutate_parts(mutate: Mutator) -> Mutator:
     """Of inputs that stand for several: one is changed, or left out, doubled, moved."""
 
     def change(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-        parts = parts_of(data)
-        singles = [part for seed in seeds for part in parts_of(seed)] or [b""]
+        parts = split_parts(data)
+        singles = [part for seed in seeds for part in split_parts(seed)] or [b""]
         if not parts:
             return rng.choice(seeds)
-        at = rng.randrange(len(parts))
+        index = rng.randrange(len(parts))
         match rng.randrange(8):
             case 0:
-                del parts[at]
+                del parts[index]
             case 1:
-                parts.insert(at, rng.choice(parts))
+                parts.insert(index, rng.choice(parts))
             case 2:
-                parts.insert(at, rng.choice(singles))
+                parts.insert(index, rng.choice(singles))
             case 3:
                 rng.shuffle(parts)
             case _:
-                parts[at] = mutate(rng, parts[at], singles)
-        return several(parts)[:MAX_BYTES]
+                parts[index] = mutate(rng, parts[index], singles)
+        return join_parts(parts)[:MAX_BYTES]
 
     return change

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from unittest import mock
 
 from controller.core.errors import SpeculationError
-from tools.fuzz.mutation import Mutator, text_of
+from tools.fuzz.mutation import Mutator, mutate_text
 
 Feed: TypeAlias = Callable[[bytes], object]
 Seeds: TypeAlias = Callable[[], Sequence[bytes]]
@@ -69,7 +69,7 @@ def file_reader(
 
 def refusing_file(
     name: str, seeds: Seeds | str, read: Callable[[Path], object], file: str,
-    mutate: Mutator = text_of,
+    mutate: Mutator = mutate_text,
 ) -> Target:  # fmt: skip
     """A target that reads a file of that name, and raises SpeculationErrors.
 
@@ -79,7 +79,7 @@ def refusing_file(
 
 
 def refusing(
-    name: str, seeds: Seeds | str, read: Feed, mutate: Mutator = text_of,
+    name: str, seeds: Seeds | str, read: Feed, mutate: Mutator = mutate_text,
     error: type[Exception] = SpeculationError,
 ) -> Target:  # fmt: skip
     """A target that reads bytes in memory, and raises such errors."""
@@ -103,24 +103,24 @@ def refusing_stored(
     return Target(name, seeds, mutate, folder_reader(file, store), (error,))
 
 
-def _seeds(given: Seeds | str) -> Seeds:
-    return (lambda: [given.encode()]) if isinstance(given, str) else given
+def _seeds(seeds: Seeds | str) -> Seeds:
+    return (lambda: [seeds.encode()]) if isinstance(seeds, str) else seeds
 
 
 @contextmanager
 def environment(prefix: str, values: Mapping[str, str]) -> Iterator[None]:
     """Sets these variables, and removes all others with the prefix."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
-    with mock.patch.dict(os.environ, {**kept, **values}, clear=True):
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
+    with mock.patch.dict(os.environ, {**variables, **values}, clear=True):
         yield
 
 
-def variables_of(data: bytes, prefix: str) -> dict[str, str]:
+def parse_variables(data: bytes, prefix: str) -> dict[str, str]:
     """Parses lines NAME=VALUE, without what an environment cannot hold."""
-    found = {}
+    variables = {}
     for line in data.decode("utf-8", "surrogateescape").splitlines():
         name, sign, value = line.partition("=")
         plain = "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_"))
         if sign and plain:
-            found[prefix + plain] = value.replace("\0", "")
-    return found
+            variables[prefix + plain] = value.replace("\0", "")
+    return variables

@@ -19,13 +19,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of load")
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     parser.add_argument("--seed", type=int, default=1, help="of the load")
-    given = parser.parse_args()
-    options = Options(given.minutes, given.output.resolve(), given.seed)
+    parsed_arguments = parser.parse_args()
+    options = Options(
+        parsed_arguments.minutes, parsed_arguments.output.resolve(), parsed_arguments.seed
+    )
     terminal = Terminal()
-    found = soak(options, terminal.say)
-    report.show(found, terminal)
-    report.write(found, options)
-    return int(any(found.findings.values()))
+    result = soak(options, terminal.say)
+    report.show(result, terminal)
+    report.write(result, options)
+    return int(any(result.findings.values()))
 
 
 if __name__ == "__main__":

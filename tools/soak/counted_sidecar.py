@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from controller.cli import app
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 
 _EVERY_SECONDS = 0.1
 
@@ -26,7 +26,7 @@ class _CountingPolicy(asyncio.DefaultEventLoopPolicy):
         return loop
 
     def _count(self, loop: asyncio.AbstractEventLoop) -> None:
-        write_whole(self._file, str(len(asyncio.all_tasks(loop))).encode())
+        write_atomically(self._file, str(len(asyncio.all_tasks(loop))).encode())
         loop.call_later(_EVERY_SECONDS, self._count, loop)
 
 

@@ -29,7 +29,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRequest:
     """A request that ended with a step, by SGLang's own counters.
 
     tokens: all that it was given.  verify_steps, accepted: decode steps, and drafts accepted there.
@@ -48,7 +48,7 @@ class Step:
     number: int
     gamma: int
     rows: tuple[Row, ...]
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedRequest, ...] = ()
 
     @property
     def accepted_counts(self) -> tuple[int, ...]:
@@ -70,9 +70,11 @@ def read_steps(path: Path) -> Iterator[Step]:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return
-            found = json.loads(line)
-            rows = tuple(Row(*row) for row in found["rows"])
-            yield Step(number, found["gamma"], rows, tuple(Ended(*e) for e in found["ended"]))
+            entry = json.loads(line)
+            rows = tuple(Row(*row) for row in entry["rows"])
+            yield Step(
+                number, entry["gamma"], rows, tuple(EndedRequest(*e) for e in entry["ended"])
+            )
 
 
 def watch() -> None:

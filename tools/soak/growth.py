@@ -25,7 +25,7 @@ MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedProcess:
     """pid: of the process, None while there is none.  log: what it writes to, if anything."""
 
     pid: Callable[[], int | None]
@@ -49,19 +49,19 @@ class Sample:
 class Sampler(BackgroundThread):
     """Samples on a thread while the context is open.  every: seconds."""
 
-    def __init__(self, watched: Mapping[str, Watched], every: float) -> None:
+    def __init__(self, watched: Mapping[str, WatchedProcess], interval: float) -> None:
         super().__init__("sampler")
         self._watched = watched
-        self._every = every
-        self._began = time.monotonic()
+        self._interval = interval
+        self._start = time.monotonic()
         self.samples: list[Sample] = []
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         return super().__enter__()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(self._interval):
             for name, watched in self._watched.items():
                 pid = watched.pid()
                 if pid is None:
@@ -75,7 +75,7 @@ class Sampler(BackgroundThread):
         process = psutil.Process(pid)
         descriptors = [_target(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
         return Sample(
-            time.monotonic() - self._began,
+            time.monotonic() - self._start,
             name,
             pid,
             process.memory_info().rss / MEGABYTE,
@@ -93,13 +93,13 @@ def _target(entry: Path) -> str:
         return ""  # closed meanwhile
 
 
-def child_named(pid: int, text: str) -> Callable[[], int | None]:
+def find_child(pid: int, text: str) -> Callable[[], int | None]:
     """The descendant of a process whose title or command has this text."""
-    found: list[psutil.Process] = []
+    cached_processes: list[psutil.Process] = []
 
-    def look() -> int | None:
-        if not (found and found[0].is_running()):
-            found.clear()
+    def find_pid() -> int | None:
+        if not (cached_processes and cached_processes[0].is_running()):
+            cached_processes.clear()
             try:
                 children = psutil.Process(pid).children(recursive=True)
             except psutil.NoSuchProcess:
@@ -107,12 +107,12 @@ def child_named(pid: int, text: str) -> Callable[[], int | None]:
             for child in children:
                 try:
                     if text in " ".join(child.cmdline()):
-                        found.append(child)
+                        cached_processes.append(child)
                 except (psutil.NoSuchProcess, psutil.ZombieProcess):
                     continue
-        return found[0].pid if found else None
+        return cached_processes[0].pid if cached_processes else None
 
-    return look
+    return find_pid
 
 
 _WARM_UP = 0.25
@@ -205,14 +205,14 @@ def lives(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Sample]]]:
 
 def growths(samples: Sequence[Sample]) -> list[Growth]:
     """Of every process that lived long enough, each kind of thing."""
-    return [growth for _, life in lives(samples) for growth in _of_life(life)]
+    return [growth for _, life in lives(samples) for growth in _growths_of_life(life)]
 
 
-def _of_life(life: list[Sample]) -> Iterator[Growth]:
+def _growths_of_life(life: list[Sample]) -> Iterator[Growth]:
     name, pid = life[0].name, life[0].pid
-    began, ended = life[0].seconds, life[-1].seconds
-    warm_up = max(_WARM_UP * (ended - began), _START_SECONDS)
-    warm = [sample for sample in life if sample.seconds >= began + warm_up]
+    start, end = life[0].seconds, life[-1].seconds
+    warm_up = max(_WARM_UP * (end - start), _START_SECONDS)
+    warm = [sample for sample in life if sample.seconds >= start + warm_up]
     if len(warm) < _SAMPLES_MIN:
         return
     for kind, tolerances in TOLERANCES.items():

@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.core.step_report import StepReport
-from controller.recording.recording import Moment, RecordingPart, find
-from controller.recording.replay import ReplayClock, rebuilt
+from controller.recording.recording import RecordedEvent, SegmentReader, find_recording
+from controller.recording.replay import ReplayClock, rebuild_core
 from controller.wire.plans import plan_to_proto
 from speculation.v1 import plan_pb2, record_pb2
 
 
 @dataclass(slots=True)
-class Told:
+class RecordedReport:
     """A report, and the session in which it was sent."""
 
     session: int
@@ -19,14 +19,14 @@ class Told:
 
 
 @dataclass(slots=True)
-class OnRecord:
+class RecordedEngine:
     """plans: by session and epoch.  dropped: reports that the link has counted as lost.
 
     refused: what was wrong with a report.  gaps: why a part of the recording is missing.
     overrides: ids that were in force, one entry for every change.
     """
 
-    told: list[Told] = field(default_factory=list)
+    reports: list[RecordedReport] = field(default_factory=list)
     plans: dict[tuple[int, int], plan_pb2.Plan] = field(default_factory=dict)
     dropped: int = 0
     refused: list[str] = field(default_factory=list)
@@ -36,43 +36,43 @@ class OnRecord:
     @property
     def sessions(self) -> tuple[int, ...]:
         """The sessions with reports, in order."""
-        return tuple(dict.fromkeys(told.session for told in self.told))
+        return tuple(dict.fromkeys(recorded.session for recorded in self.reports))
 
 
-def read_record(directory: Path, engine_id: str) -> OnRecord:
+def read_record(directory: Path, engine_id: str) -> RecordedEngine:
     """Everything in a directory of segments.  Raises RecordingError where nothing can be read."""
-    found = OnRecord()
-    for path in find(directory, engine_id).paths:
-        part = RecordingPart(path)
+    record = RecordedEngine()
+    for path in find_recording(directory, engine_id).paths:
+        part = SegmentReader(path)
         opening = part.opening.message
         if opening.lost:
-            found.gaps.append(f"{opening.lost} records were lost before {path.name}")
-        _in_force(found, opening.overrides)
+            record.gaps.append(f"{opening.lost} records were lost before {path.name}")
+        _note_overrides(record, opening.overrides)
         # A session's first plan is older than its recording's first event.
-        first = plan_to_proto(rebuilt(part.opening, ReplayClock()).current_plan())
-        found.plans.setdefault((opening.session, first.epoch), first)
-        for moment in part.moments():
-            _take(found, opening.session, moment)
+        first = plan_to_proto(rebuild_core(part.opening, ReplayClock()).current_plan())
+        record.plans.setdefault((opening.session, first.epoch), first)
+        for moment in part.events():
+            _add_moment(record, opening.session, moment)
         if part.damage:
-            found.gaps.append(f"{path.name}: {part.damage}")
-    return found
+            record.gaps.append(f"{path.name}: {part.damage}")
+    return record
 
 
-def _take(found: OnRecord, session: int, moment: Moment) -> None:
+def _add_moment(record: RecordedEngine, session: int, moment: RecordedEvent) -> None:
     note = moment.record.note
     if moment.kind == "report":
-        found.told.append(Told(session, moment.told[0]))
+        record.reports.append(RecordedReport(session, moment.arguments[0]))
     elif moment.plan is not None:
-        found.plans[session, moment.plan.epoch] = moment.plan
+        record.plans[session, moment.plan.epoch] = moment.plan
     elif moment.kind == "overrides":
-        _in_force(found, moment.record.overrides)
+        _note_overrides(record, moment.record.overrides)
     elif note.kind == record_pb2.RECORD_NOTE_KIND_DROPPED:
-        found.dropped += note.count
+        record.dropped += note.count
     elif note.kind == record_pb2.RECORD_NOTE_KIND_REJECTED:
-        found.refused.append(note.text)
+        record.refused.append(note.text)
 
 
-def _in_force(found: OnRecord, terms: record_pb2.RecordOverrides) -> None:
+def _note_overrides(record: RecordedEngine, terms: record_pb2.RecordOverrides) -> None:
     ids = frozenset(term.override.override_id for term in terms.overrides)
-    if not found.overrides or found.overrides[-1] != ids:
-        found.overrides.append(ids)
+    if not record.overrides or record.overrides[-1] != ids:
+        record.overrides.append(ids)

@@ -11,12 +11,12 @@ from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
 from tools.soak.growth import TOLERANCES, lives
 from tools.soak.reconcile import served_tokens
-from tools.soak.run import Options, Soaked
+from tools.soak.run import Options, SoakResult
 
 _COLUMNS = ["process", "of it", "first", "last", "grown", "an hour", "allowed", ""]
 
 
-def show(found: Soaked, terminal: Terminal) -> None:
+def show(result: SoakResult, terminal: Terminal) -> None:
     """Prints the result for a person."""
     terminal.table(
         "What each process holds, from its warm-up to its end",
@@ -32,64 +32,66 @@ def show(found: Soaked, terminal: Terminal) -> None:
                 f"{growth.allowed:.3g}",
                 "TOO MUCH" if growth.is_too_much else "",
             ]
-            for growth in found.growths
+            for growth in result.growths
         ],
     )
     terminal.heading("Ran, and on record")
-    for name, value in _counts(found).items():
+    for name, value in _counts(result).items():
         terminal.say(f"{name}: {value}")
     terminal.heading("Findings")
-    for name, findings in found.findings.items():
+    for name, findings in result.findings.items():
         terminal.say(f"{name}: {'none' if not findings else ''}")
         for finding in findings:
             terminal.say(f"  {finding}")
 
 
-def write(found: Soaked, options: Options) -> None:
+def write(result: SoakResult, options: Options) -> None:
     """Writes result.json and soak.png."""
     document = {
         **run_facts(),
         "minutes": options.minutes,
-        "seconds": round(found.seconds, 1),
-        "is_sound": not any(found.findings.values()),
-        "findings": found.findings,
-        "counts": _counts(found),
-        "link": found.link,
+        "seconds": round(result.seconds, 1),
+        "is_sound": not any(result.findings.values()),
+        "findings": result.findings,
+        "counts": _counts(result),
+        "link": result.link,
         "growth": [
             asdict(growth) | {"per_hour": growth.per_hour, "is_too_much": growth.is_too_much}
-            for growth in found.growths
+            for growth in result.growths
         ],
-        "samples": [asdict(sample) for sample in found.samples],
+        "samples": [asdict(sample) for sample in result.samples],
     }
     write_result(document, options.output)
-    _draw(found, options.output / "soak.png")
+    _draw(result, options.output / "soak.png")
 
 
-def _counts(found: Soaked) -> dict[str, Any]:
-    verdict = found.verdict
+def _counts(result: SoakResult) -> dict[str, Any]:
+    verdict = result.verdict
     return {
-        "steps that ran": len(found.ran),
-        "reports on record": len(found.record.told),
-        "sidecar's sessions": len(found.record.sessions),
-        "counted as dropped": found.record.dropped,
-        "tokens gained": sum(step.tokens for step in found.ran),
-        "tokens on record": served_tokens(found.record),
+        "steps that ran": len(result.executed_steps),
+        "reports on record": len(result.record.reports),
+        "sidecar's sessions": len(result.record.sessions),
+        "counted as dropped": result.record.dropped,
+        "tokens gained": sum(step.tokens for step in result.executed_steps),
+        "tokens on record": served_tokens(result.record),
         "plans decided again": 0 if verdict is None else verdict.plans,
         "decisions again": 0 if verdict is None else verdict.decisions,
-        "looks": found.looks,
-        **found.load,
+        "looks": result.probes,
+        **result.load,
     }
 
 
-def _draw(found: Soaked, path: Path) -> None:
+def _draw(result: SoakResult, path: Path) -> None:
     mpl.use("agg")
     figure, axes = plt.subplots(len(TOLERANCES), 1, figsize=(10, 12), sharex=True)
-    for number, (of, life) in enumerate(lives(found.samples)):
+    for number, (process_name, life) in enumerate(lives(result.samples)):
         for axis, kind in zip(axes, TOLERANCES, strict=True):
             values = [(sample.seconds / 60, getattr(sample, kind)) for sample in life]
             points = [point for point in values if point[1] is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=of, color=f"C{number}", linewidth=1)
+                axis.plot(
+                    *zip(*points, strict=True), label=process_name, color=f"C{number}", linewidth=1
+                )
     for axis, kind in zip(axes, TOLERANCES, strict=True):
         axis.set_ylabel(kind.replace("_", " "))
         axis.set_yscale("symlog" if kind in {"memory_megabytes", "log_bytes"} else "linear")

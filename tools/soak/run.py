@@ -21,31 +21,31 @@ from typing import Any, Final
 
 import grpc
 
-from controller.recording.recording import find
+from controller.recording.recording import find_recording
 from controller.recording.replay import ReplayVerdict, replay
 from lab.harness.engines import Workplace, launch_sidecar, wait_serving
 from lab.harness.errors import HarnessError
 from lab.harness.processes import Child, free_port
 from lab.harness.sidecar import SidecarHandle
-from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, serving
+from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, running_engine
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import controller
 from tools.soak import engine_log, reconcile
 from tools.soak.engine_log import Step, read_steps
-from tools.soak.growth import Growth, Sample, Sampler, Watched, child_named, growths
+from tools.soak.growth import Growth, Sample, Sampler, WatchedProcess, find_child, growths
 from tools.soak.load import NEW_TOKENS, Load, Prompt, Served, pool
-from tools.soak.on_record import OnRecord, read_record
+from tools.soak.on_record import RecordedEngine, read_record
 
 ENGINE_ID: Final = "soak"
 _QUIET: Final = ("--log-level", "warning")
 # Samples of a run: enough for the windows of its shortest life.
 _SAMPLES = 400
 _SAMPLE_SECONDS = (0.25, 5.0)
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
 # Load in addition, until the operator is done.
-_FURTHER_SECONDS = 5.0
+_EXTRA_LOAD_SECONDS = 5.0
 # Longer than any pause, so that steps run under it.
 _EXPIRING_SECONDS_MIN = 15
 _EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
@@ -61,29 +61,29 @@ class Options:
 
 
 @dataclass(slots=True)
-class Soaked:
+class SoakResult:
     """What a run has left.
 
     link: how the engine's link stood at its end.  reports: of the last sidecar's own counter.
-    looks: answers of metrics, page and `explain`.  lost: requests that were not answered.
+    probes: answers of metrics, page and `explain`.  lost_requests: requests that were not answered.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    ran: list[Step] = field(default_factory=list)
-    record: OnRecord = field(default_factory=OnRecord)
+    executed_steps: list[Step] = field(default_factory=list)
+    record: RecordedEngine = field(default_factory=RecordedEngine)
     verdict: ReplayVerdict | None = None
     answers: list[Served] = field(default_factory=list)
     load: dict[str, int] = field(default_factory=dict)
     link: dict[str, Any] = field(default_factory=dict)
     reports: int = 0
-    looks: int = 0
-    lost: list[str] = field(default_factory=list)
+    probes: int = 0
+    lost_requests: list[str] = field(default_factory=list)
     seconds: float = 0.0
     growths: list[Growth] = field(default_factory=list)
     findings: dict[str, list[str]] = field(default_factory=dict)
 
 
-def soak(options: Options, say: Callable[[str], None] = print) -> Soaked:
+def soak(options: Options, say: Callable[[str], None] = print) -> SoakResult:
     """Runs it all.  Raises HarnessError and AssertionError where a part does not even work."""
     for part in ("record", "state", "engine"):
         shutil.rmtree(options.output / part, ignore_errors=True)
@@ -95,35 +95,38 @@ def soak(options: Options, say: Callable[[str], None] = print) -> Soaked:
         say("sidecar, Redis, engine")
         stage.start()
         say(f"load for {options.minutes:g} minutes")
-        began = time.monotonic()
-        found = asyncio.run(stage.play(prompts))
-        found.seconds = time.monotonic() - began
-        stage.settle(found)
-    judge(found, options)
-    return found
+        start = time.monotonic()
+        result = asyncio.run(stage.play(prompts))
+        result.seconds = time.monotonic() - start
+        stage.settle(result)
+    judge(result, options)
+    return result
 
 
-def judge(found: Soaked, options: Options) -> None:
+def judge(result: SoakResult, options: Options) -> None:
     """Fills in the findings and the facts that they are taken from."""
     record = options.output / "record"
-    found.ran = list(read_steps(options.output / "engine" / "steps.jsonl"))
-    found.record = read_record(record, ENGINE_ID)
-    found.verdict = verdict = replay(find(record, ENGINE_ID))
-    found.growths = growths(found.samples)
-    last = found.record.sessions[-1] if found.record.sessions else None
-    told = sum(report.session == last for report in found.record.told)
+    result.executed_steps = list(read_steps(options.output / "engine" / "steps.jsonl"))
+    result.record = read_record(record, ENGINE_ID)
+    result.verdict = verdict = replay(find_recording(record, ENGINE_ID))
+    result.growths = growths(result.samples)
+    last = result.record.sessions[-1] if result.record.sessions else None
+    recorded_count = sum(report.session == last for report in result.record.reports)
     gammas = {_EXPIRING: frozenset({1}), _CLEARED: frozenset({0, 1, 2})}
-    found.findings = {
-        "growth": [str(growth) for growth in found.growths if growth.is_too_much],
-        "steps": reconcile.steps(found.ran, found.record),
+    result.findings = {
+        "growth": [str(growth) for growth in result.growths if growth.is_too_much],
+        "steps": reconcile.steps(result.executed_steps, result.record),
         "counter": []
-        if told == found.reports
-        else [f"{told} reports of the last session on record, its sidecar counted {found.reports}"],
-        "plans": reconcile.plans(found.record),
-        "lost requests": found.lost,
-        "served": reconcile.served(found.ran, found.record, found.answers),
-        "tokens": reconcile.tokens(found.answers),
-        "overrides": reconcile.overrides(found.record, gammas),
+        if recorded_count == result.reports
+        else [
+            f"{recorded_count} reports of the last session on record, its sidecar counted "
+            f"{result.reports}"
+        ],
+        "plans": reconcile.plans(result.record),
+        "lost requests": result.lost_requests,
+        "served": reconcile.served(result.executed_steps, result.record, result.answers),
+        "tokens": reconcile.tokens(result.answers),
+        "overrides": reconcile.overrides(result.record, gammas),
         "replay": []
         if verdict.is_same and not verdict.gaps
         else [f"{verdict.differences} differences, {verdict.first}, gaps {verdict.gaps}"],
@@ -132,7 +135,7 @@ def judge(found: Soaked, options: Options) -> None:
 
 def _plain(options: Options) -> list[Prompt]:
     prompts = pool()
-    with serving(options.output / "plain", _QUIET) as engine:
+    with running_engine(options.output / "plain", _QUIET) as engine:
         answers = engine.generate([p.ids for p in prompts], [NEW_TOKENS] * len(prompts))
     pairs = zip(prompts, answers, strict=True)
     return [replace(prompt, plain=tuple(answer.tokens)) for prompt, answer in pairs]
@@ -150,7 +153,7 @@ class _Stage:
         self._lives = 0
         self._sidecar: Child | None = None
         self._engine: EngineProcess | None = None
-        self._looks = 0
+        self._probes = 0
 
     @property
     def address(self) -> str:
@@ -182,24 +185,30 @@ class _Stage:
             "PYTHONPATH": str(plugin),
             engine_log.VARIABLE: str(folder / "steps.jsonl"),
         }
-        self._engine = self._stack.enter_context(serving(folder, [*EAGLE3, *_QUIET], variables))
-        eventually(self._introduced, within=_SETTLE_SECONDS, what="the engine introduces itself")
+        self._engine = self._stack.enter_context(
+            running_engine(folder, [*EAGLE3, *_QUIET], variables)
+        )
+        eventually(
+            self._is_introduced,
+            timeout_seconds=_SETTLE_SECONDS,
+            description="the engine introduces itself",
+        )
 
-    async def play(self, prompts: list[Prompt]) -> Soaked:
+    async def play(self, prompts: list[Prompt]) -> SoakResult:
         """Plays the load, with everything that happens meanwhile."""
         seconds = self._options.minutes * 60
         load = Load(f"http://127.0.0.1:{self.engine.port}", prompts, self._options.seed)
-        every = min(max(seconds / _SAMPLES, _SAMPLE_SECONDS[0]), _SAMPLE_SECONDS[1])
-        with Sampler(self._watched(), every) as sampler:
-            looking = asyncio.create_task(self._look())
+        interval = min(max(seconds / _SAMPLES, _SAMPLE_SECONDS[0]), _SAMPLE_SECONDS[1])
+        with Sampler(self._watched(), interval) as sampler:
+            polling = asyncio.create_task(self._poll_views())
             async with asyncio.TaskGroup() as group:
                 operating = group.create_task(self._operate(seconds))
                 await load.play(seconds)
                 # Commands take longer on a slow machine, and steps have to run under each override.
                 while not operating.done():
-                    await load.play(_FURTHER_SECONDS)
-            looking.cancel()
-        return Soaked(
+                    await load.play(_EXTRA_LOAD_SECONDS)
+            polling.cancel()
+        return SoakResult(
             samples=sampler.samples,
             answers=load.answers,
             load={
@@ -208,41 +217,45 @@ class _Stage:
                 "aborted": load.aborted,
                 "hung_up": load.hung_up,
             },
-            looks=self._looks,
-            lost=load.lost,
+            probes=self._probes,
+            lost_requests=load.lost_requests,
         )
 
-    def settle(self, found: Soaked) -> None:
+    def settle(self, result: SoakResult) -> None:
         """Waits until every report has arrived; then the sidecar writes its recording out."""
         path = self._options.output / "engine" / "steps.jsonl"
         with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             end = time.monotonic() + _SETTLE_SECONDS
-            last = sum(1 for _ in read_steps(path))
+            last_step = sum(1 for _ in read_steps(path))
             # A step that never arrives is a finding, not an error here.
-            while sidecar.status().last_report.step < last and time.monotonic() < end:
+            while sidecar.status().last_report.step < last_step and time.monotonic() < end:
                 time.sleep(0.1)
-            found.reports = sidecar.status().reports
-        found.link = self.engine.internal_state()["speculation_controller"]
+            result.reports = sidecar.status().reports
+        result.link = self.engine.internal_state()["speculation_controller"]
         self._stop_sidecar()
 
-    def _watched(self) -> dict[str, Watched]:
+    def _watched(self) -> dict[str, WatchedProcess]:
         engine = self.engine.process.pid
         redis = int(self._redis.client().info("server")["process_id"])
         return {
-            "server": Watched(lambda: engine),
-            "scheduler": Watched(child_named(engine, "sglang::scheduler"), lambda: self.engine.log),
-            "detokenizer": Watched(child_named(engine, "sglang::detokenizer")),
-            "agent": Watched(child_named(engine, "engine_shim.link.agent")),
-            "sidecar": Watched(self._sidecar_pid, lambda: self._place.log("sidecar")),
-            "redis": Watched(lambda: redis, lambda: self._options.output / "redis" / "redis.log"),
+            "server": WatchedProcess(lambda: engine),
+            "scheduler": WatchedProcess(
+                find_child(engine, "sglang::scheduler"), lambda: self.engine.log
+            ),
+            "detokenizer": WatchedProcess(find_child(engine, "sglang::detokenizer")),
+            "agent": WatchedProcess(find_child(engine, "engine_shim.link.agent")),
+            "sidecar": WatchedProcess(self._sidecar_pid, lambda: self._place.log("sidecar")),
+            "redis": WatchedProcess(
+                lambda: redis, lambda: self._options.output / "redis" / "redis.log"
+            ),
         }
 
     def _sidecar_pid(self) -> int | None:
         return None if self._sidecar is None else self._sidecar.pid
 
-    def _introduced(self) -> bool:
+    def _is_introduced(self) -> bool:
         with SidecarHandle(self.address, ENGINE_ID) as sidecar:
-            return sidecar.introduced()
+            return sidecar.is_introduced()
 
     def _start_sidecar(self) -> None:
         self._lives += 1
@@ -268,19 +281,19 @@ class _Stage:
     async def _operate(self, seconds: float) -> None:
         """Sets overrides and restarts the sidecar, at their times."""
         ttl = max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))
-        began = time.monotonic()
+        start = time.monotonic()
 
-        async def at(share: float, what: Callable[[], object]) -> None:
-            await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
-            await asyncio.to_thread(what)
+        async def run_at(share: float, action: Callable[[], object]) -> None:
+            await asyncio.sleep(max(0.0, start + share * seconds - time.monotonic()))
+            await asyncio.to_thread(action)
 
-        await at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
+        await run_at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
         await asyncio.sleep(ttl)
         # The second override is refused while the first one, which is stronger, is in force.
-        await asyncio.to_thread(eventually, lambda: not self._in_force(_EXPIRING))
-        await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
-        await at(0.45, self._restart)
-        await at(0.7, lambda: self._command("clear", _CLEARED))
+        await asyncio.to_thread(eventually, lambda: not self._is_active(_EXPIRING))
+        await run_at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
+        await run_at(0.45, self._restart)
+        await run_at(0.7, lambda: self._command("clear", _CLEARED))
 
     def _restart(self) -> None:
         self._stop_sidecar()
@@ -289,19 +302,19 @@ class _Stage:
     def _override(self, name: str, *rule: str) -> None:
         self._command("set", "--engine", ENGINE_ID, "--id", name, *rule)
 
-    def _in_force(self, name: str) -> bool:
+    def _is_active(self, name: str) -> bool:
         return name in self._override_command("list", "-o", "name").split()
 
     def _command(self, *words: str) -> None:
         self._override_command(*words, "--reason", "soak")
 
     def _override_command(self, *words: str) -> str:
-        done = controller("override", *words, "--address", self.address)
-        if done.returncode:
-            raise HarnessError(f"controller override {' '.join(words)}: {done.stderr}")
-        return done.stdout
+        completed = controller("override", *words, "--address", self.address)
+        if completed.returncode:
+            raise HarnessError(f"controller override {' '.join(words)}: {completed.stderr}")
+        return completed.stdout
 
-    async def _look(self) -> None:
+    async def _poll_views(self) -> None:
         """Polls metrics, page and `explain`, as dashboards and people do."""
         page = f"http://127.0.0.1:{self._page_port}"
         urls = (
@@ -310,17 +323,17 @@ class _Stage:
             f"{page}/api/v1/engine?id={ENGINE_ID}",
         )
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
             for url in urls:
-                await self._answered(asyncio.to_thread(_get, url))
-            await self._answered(asyncio.to_thread(self._explain))
+                await self._count_answer(asyncio.to_thread(_get, url))
+            await self._count_answer(asyncio.to_thread(self._explain))
 
-    async def _answered(self, question: Awaitable[object]) -> None:
+    async def _count_answer(self, question: Awaitable[object]) -> None:
         try:
             await question
         except (OSError, grpc.RpcError):
             return  # while the sidecar is started again
-        self._looks += 1
+        self._probes += 1
 
     def _explain(self) -> None:
         with SidecarHandle(self.address, ENGINE_ID) as sidecar:

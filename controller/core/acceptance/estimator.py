@@ -34,7 +34,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.shifts import LARGE, Change, Cusum
+from controller.core.acceptance.shifts import LARGE_SHIFT, Cusum, ShiftKind
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -42,15 +42,15 @@ from controller.core.settings import PlannerSettings
 # A window needs this many exposures before it can detect a shift.
 _SHIFT_MIN_EXPOSURES = 8.0
 # Share of the fast window that is kept after a shift.
-_SHIFT_KEEP = 0.1
+_SHIFT_KEPT_SHARE = 0.1
 # Exposures that an idle drafter keeps after a shift of traffic: almost none.  Drafters differ most
 # in the traffic that they are good at; with more exposures an idle one would not be tried again.
-_DOUBTED_EXPOSURES = 0.1
+_IDLE_EXPOSURES = 0.1
 # Exposures that an exactly known position is worth as evidence about the next one: W above.  The
 # standard deviation between two neighbours is then about 0.1.
 _WALK_EXPOSURES = 20.0
 # Exposures of a position that are kept when its traffic returns.
-_RECALLED_EXPOSURES = 200.0
+_RESUMED_EXPOSURES = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,26 @@ class AcceptanceCurve:
     """Holds the estimates of one drafter at one moment.
 
     conditional, exposures: a_k and the number of sequences it is based on, for k = 1..gamma_max.
-    expected: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma = 0..gamma_max.
-    prior_exposures: w_k, the weight of the value that a_k is shrunk towards.  is_walk: from the
-    second position, that value is a_{k-1}; otherwise it is independent of the other positions.
+    expected_accepted: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma =
+    0..gamma_max. prior_exposures: w_k, the weight of the value that a_k is shrunk towards.
+    is_random_walk: from the second position, that value is a_{k-1}; otherwise it is independent of
+    the other positions.
     """
 
     conditional: list[float]
     exposures: list[float]
-    expected: list[float]
+    expected_accepted: list[float]
     prior_exposures: list[float]
-    is_walk: bool = True
+    is_random_walk: bool = True
 
     def variance(self) -> NDArray[np.float64]:
         """Returns [gamma_max], the variance of the estimate of a_k."""
-        means = np.array(self.conditional)
+        acceptance = np.array(self.conditional)
         evidence = np.array(self.exposures) + np.array(self.prior_exposures)
-        variance: NDArray[np.float64] = means * (1 - means) / evidence
+        variance: NDArray[np.float64] = acceptance * (1 - acceptance) / evidence
         return variance
 
-    def independent_parts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def independent_components(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Splits the uncertainty of E[accepted | gamma] into independent parts.
 
         Part k is the part of a_k that is independent of a_{k-1}; it also affects a_{k+1}, a_{k+2}
@@ -84,14 +85,14 @@ class AcceptanceCurve:
         dE[accepted | gamma] / d part_k, and [gamma_max], the variance of part k.
         """
         slopes, variance = self.sensitivity(), self.variance()
-        if self.is_walk:
-            seen, weights = np.array(self.exposures), np.array(self.prior_exposures)
-            drawn = weights / (seen + weights)
-            for k in range(len(drawn) - 1, 0, -1):
-                slopes[:, k - 1] += drawn[k] * slopes[:, k]
+        if self.is_random_walk:
+            exposures, weights = np.array(self.exposures), np.array(self.prior_exposures)
+            shrinkage = weights / (exposures + weights)
+            for k in range(len(shrinkage) - 1, 0, -1):
+                slopes[:, k - 1] += shrinkage[k] * slopes[:, k]
             # The variances of the random walk's step and of the observations.
-            own = (weights**2 / _WALK_EXPOSURES + seen) / (seen + weights)
-            variance[1:] *= own[1:]
+            innovation_share = (weights**2 / _WALK_EXPOSURES + exposures) / (exposures + weights)
+            variance[1:] *= innovation_share[1:]
         return slopes, variance
 
     def sensitivity(self) -> NDArray[np.float64]:
@@ -99,7 +100,7 @@ class AcceptanceCurve:
 
         It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later positions.
         """
-        expected = np.array(self.expected)
+        expected = np.array(self.expected_accepted)
         tail = np.maximum(expected[:, None] - expected[None, :-1], 0.0)
         slopes: NDArray[np.float64] = tail / np.maximum(np.array(self.conditional), 1e-6)
         return slopes
@@ -107,60 +108,64 @@ class AcceptanceCurve:
 
 @recorded(
     "acceptance_estimator",
-    "_steps _seen_at",
-    fast_exposures="_fast_n",
-    fast_successes="_fast_s",
-    slow_exposures="_slow_n",
-    slow_successes="_slow_s",
-    cusums="_alarms",
+    "_steps",
+    seen_at="_last_exposure_step",
+    fast_exposures="_fast_exposures",
+    fast_successes="_fast_successes",
+    slow_exposures="_slow_exposures",
+    slow_successes="_slow_successes",
+    cusums="_cusums",
 )
 class AcceptanceEstimator:
     """Estimates the conditional acceptance of one drafter, positions 1..gamma_max.
 
-    One object per engine, drafter and request class.  `curve` does not change the state.  changes:
-    the kinds of shift to test for.
+    One object per engine, drafter and request class.  `curve` does not change the state.
+    shift_kinds: the kinds of shift to test for.
     """
 
     def __init__(
-        self, gamma_max: int, settings: PlannerSettings, changes: Sequence[Change] = (LARGE,)
+        self,
+        gamma_max: int,
+        settings: PlannerSettings,
+        shift_kinds: Sequence[ShiftKind] = (LARGE_SHIFT,),
     ) -> None:
-        self.changes = changes
+        self.shift_kinds = shift_kinds
         self.gamma_max = gamma_max
-        self._fast_n = [0.0] * gamma_max
-        self._fast_s = [0.0] * gamma_max
-        self._slow_n = [0.0] * gamma_max
-        self._slow_s = [0.0] * gamma_max
+        self._fast_exposures = [0.0] * gamma_max
+        self._fast_successes = [0.0] * gamma_max
+        self._slow_exposures = [0.0] * gamma_max
+        self._slow_successes = [0.0] * gamma_max
         # Steps counted, and the step of each position's last exposure: idle evidence fades when it
         # is read.
         self._steps = 0
-        self._seen_at = [0] * gamma_max
-        self._alarms = [Cusum(settings, change) for change in changes]
+        self._last_exposure_step = [0] * gamma_max
+        self._cusums = [Cusum(settings, shift_kind) for shift_kind in shift_kinds]
         self.use_settings(settings)
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
         self._settings = settings
-        self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
-        self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
-        for alarm in self._alarms:
-            alarm.use_settings(settings)
+        self._fast_decay = _decay_table(settings.fast_exposures, settings.fast_steps)
+        self._slow_decay = _decay_table(settings.slow_exposures, settings.slow_steps)
+        for cusum in self._cusums:
+            cusum.use_settings(settings)
 
-    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
+    def observe(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Adds one step's histogram (gamma + 1 counts).
 
         censored_counts: empty, or gamma counts, entry k = sequences in which k drafts were accepted
         and later positions are unknown, because no more were drafted or the answer ended.
 
         Returns 1 if the traffic has shifted to more accepted drafts, -1 to fewer, otherwise 0.  The
-        caller then calls `forget` or uses another estimator.
+        caller then calls `reset_after_shift` or uses another estimator.
         """
         direction = 0
         if len(accepted_counts) > 1 and self.gamma_max > 0:
-            for alarm in self._alarms:
-                direction = alarm.fold(accepted_counts, censored_counts) or direction
-        return self._fold(accepted_counts, censored_counts, direction)
+            for cusum in self._cusums:
+                direction = cusum.observe(accepted_counts, censored_counts) or direction
+        return self._add_to_windows(accepted_counts, censored_counts, direction)
 
-    def fold_aside(
+    def observe_unused_proposals(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()
     ) -> None:
         """Adds the counts of proposals in a step that used other drafts.
@@ -169,18 +174,23 @@ class AcceptanceEstimator:
         sequences in which at least k tokens would have been accepted and later positions are
         unknown.  The tests for shifts ignore these counts.
         """
-        self._fold(accepted_counts, censored_counts, 1)
+        self._add_to_windows(accepted_counts, censored_counts, 1)
 
-    def _fold(
+    def _add_to_windows(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int], direction: int
     ) -> int:
         """Adds a step to both windows; returns `direction`, or if that is 0, a detected shift's."""
         self._steps += 1
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
-        steps, seen_at, settings = self._steps, self._seen_at, self._settings
-        fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
-        fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
-        fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
+        steps, last_exposure_step, settings = self._steps, self._last_exposure_step, self._settings
+        fast_decay, slow_decay = self._fast_decay, self._slow_decay
+        fast_last_index, slow_last_index = len(fast_decay) - 1, len(slow_decay) - 1
+        fast_exposures, fast_successes, slow_exposures, slow_successes = (
+            self._fast_exposures,
+            self._fast_successes,
+            self._slow_exposures,
+            self._slow_successes,
+        )
         reached = sum(accepted_counts) + sum(censored_counts)
         for k in range(gamma):
             if censored_counts:
@@ -188,137 +198,157 @@ class AcceptanceEstimator:
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]
-            idle = steps - seen_at[k] - 1
-            seen_at[k] = steps
-            if idle > 0:
+            idle_steps = steps - last_exposure_step[k] - 1
+            last_exposure_step[k] = steps
+            if idle_steps > 0:
                 # Evidence fades by the steps in which the position was not observed.
-                keep = math.exp(-idle / settings.idle_steps)
-                slow_n[k] *= keep
-                slow_s[k] *= keep
-            keep = fast_keeps[min(fast_most, reached)]
-            fast = fast_n[k] = fast_n[k] * keep + reached
-            fast_s[k] = fast_s[k] * keep + successes
-            keep = slow_keeps[min(slow_most, reached)]
-            slow = slow_n[k] = slow_n[k] * keep + reached
-            slow_s[k] = slow_s[k] * keep + successes
-            if not direction and fast >= _SHIFT_MIN_EXPOSURES and slow >= 2 * fast:
-                slow_mean = slow_s[k] / slow
-                apart = fast_s[k] / fast - slow_mean
-                variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
-                if apart * apart > settings.shift_z**2 * variance:
-                    direction = 1 if apart > 0 else -1
+                decay = math.exp(-idle_steps / settings.idle_steps)
+                slow_exposures[k] *= decay
+                slow_successes[k] *= decay
+            decay = fast_decay[min(fast_last_index, reached)]
+            fast_total = fast_exposures[k] = fast_exposures[k] * decay + reached
+            fast_successes[k] = fast_successes[k] * decay + successes
+            decay = slow_decay[min(slow_last_index, reached)]
+            slow_total = slow_exposures[k] = slow_exposures[k] * decay + reached
+            slow_successes[k] = slow_successes[k] * decay + successes
+            if (
+                not direction
+                and fast_total >= _SHIFT_MIN_EXPOSURES
+                and slow_total >= 2 * fast_total
+            ):
+                slow_mean = slow_successes[k] / slow_total
+                difference = fast_successes[k] / fast_total - slow_mean
+                variance = max(slow_mean * (1 - slow_mean), 0.01) * (
+                    1 / fast_total + 1 / slow_total
+                )
+                if difference * difference > settings.shift_z**2 * variance:
+                    direction = 1 if difference > 0 else -1
             reached = successes
         return direction
 
-    def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
+    def warm_start_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Adds another session's estimates: a_k and exposures of positions 1 to at most gamma_max.
 
         They are added to the slow window only, so that the fast one shows if live traffic differs.
         """
         for k, (a, n) in enumerate(zip(conditional, exposures, strict=True)):
             if k < self.gamma_max:
-                self._slow_n[k] += n
-                self._slow_s[k] += n * a
-                self._seen_at[k] = self._steps
+                self._slow_exposures[k] += n
+                self._slow_successes[k] += n * a
+                self._last_exposure_step[k] = self._steps
 
-    def pass_by(self) -> None:
+    def observe_idle_step(self) -> None:
         """Counts a step in which this drafter did not run."""
         self._steps += 1
 
-    def forget(self) -> None:
+    def reset_after_shift(self) -> None:
         """Keeps a small share of the fast window only, as part of it predates the shift."""
         for k in range(self.gamma_max):
-            idle = self._steps - self._seen_at[k]
-            self._seen_at[k] = self._steps
-            keep = _SHIFT_KEEP * math.exp(-idle / self._settings.fast_steps)
-            self._fast_n[k] *= keep
-            self._fast_s[k] *= keep
-        self._slow_n = self._fast_n.copy()
-        self._slow_s = self._fast_s.copy()
+            idle_steps = self._steps - self._last_exposure_step[k]
+            self._last_exposure_step[k] = self._steps
+            decay = _SHIFT_KEPT_SHARE * math.exp(-idle_steps / self._settings.fast_steps)
+            self._fast_exposures[k] *= decay
+            self._fast_successes[k] *= decay
+        self._slow_exposures = self._fast_exposures.copy()
+        self._slow_successes = self._fast_successes.copy()
 
-    def successor(self, *, doubted: bool) -> "AcceptanceEstimator":
+    def make_successor(self, *, was_idle: bool) -> "AcceptanceEstimator":
         """Returns an estimator for the traffic after a shift; this one does not change.
 
-        doubted: the drafter was idle, so its evidence predates the shift.
+        was_idle: the drafter was idle, so its evidence predates the shift.
         """
-        new = AcceptanceEstimator(self.gamma_max, self._settings, self.changes)
-        new._steps, new._seen_at = self._steps, self._seen_at.copy()
-        new._fast_n, new._fast_s = self._fast_n.copy(), self._fast_s.copy()
-        new._slow_n, new._slow_s = self._slow_n.copy(), self._slow_s.copy()
-        if doubted:
-            new.doubt()
+        successor = AcceptanceEstimator(self.gamma_max, self._settings, self.shift_kinds)
+        successor._steps, successor._last_exposure_step = (
+            self._steps,
+            self._last_exposure_step.copy(),
+        )
+        successor._fast_exposures, successor._fast_successes = (
+            self._fast_exposures.copy(),
+            self._fast_successes.copy(),
+        )
+        successor._slow_exposures, successor._slow_successes = (
+            self._slow_exposures.copy(),
+            self._slow_successes.copy(),
+        )
+        if was_idle:
+            successor.discount_idle_evidence()
         else:
-            new.forget()
-        return new
+            successor.reset_after_shift()
+        return successor
 
-    def recall(self) -> None:
+    def resume_traffic(self) -> None:
         """Prepares for traffic that returns: new evidence soon outweighs the old."""
         for k in range(self.gamma_max):
-            self._fast_n[k] = self._fast_s[k] = 0.0
-        self._weaken(_RECALLED_EXPOSURES)
+            self._fast_exposures[k] = self._fast_successes[k] = 0.0
+        self._cap_slow_exposures(_RESUMED_EXPOSURES)
 
-    def doubt(self) -> None:
+    def discount_idle_evidence(self) -> None:
         """Weakens the evidence because the traffic has changed while this drafter was idle."""
-        self._weaken(_DOUBTED_EXPOSURES)
+        self._cap_slow_exposures(_IDLE_EXPOSURES)
 
-    def _weaken(self, exposures: float) -> None:
+    def _cap_slow_exposures(self, max_exposures: float) -> None:
         """Limits the exposures of each position of the slow window."""
         for k in range(self.gamma_max):
-            keep = min(1.0, exposures / max(self._slow_n[k], 1e-9))
-            self._slow_n[k] *= keep
-            self._slow_s[k] *= keep
+            kept_share = min(1.0, max_exposures / max(self._slow_exposures[k], 1e-9))
+            self._slow_exposures[k] *= kept_share
+            self._slow_successes[k] *= kept_share
 
     def curve(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
         """Returns the present estimates.
 
         parent: the curve of all traffic, towards which a request class's estimates are shrunk.
         """
-        return self._estimates(parent)[0]
+        return self._compute_curve(parent)[0]
 
-    def believe(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
+    def commit(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
         """Returns the present estimates, and makes them the reference of the tests for shifts."""
-        curve, own = self._estimates(parent)
+        curve, own_conditional = self._compute_curve(parent)
         # A class that differs from all traffic has not shifted: it is tested against itself.
-        for alarm in self._alarms:
-            alarm.believe(own, curve.exposures)
+        for cusum in self._cusums:
+            cusum.set_reference(own_conditional, curve.exposures)
         return curve
 
-    def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
+    def _compute_curve(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
         """Returns the curve, and a_k shrunk with the prior's weight only, k = 1..gamma_max."""
         settings, steps = self._settings, self._steps
         mean, prior = settings.prior_acceptance, settings.prior_exposures
-        above = None if parent is None else parent.conditional
-        weight = prior if above is None else settings.class_exposures
+        parent_conditional = None if parent is None else parent.conditional
+        weight = prior if parent_conditional is None else settings.class_exposures
         conditional: list[float] = []
-        exposures, weights, expected = [], [], [0.0]
+        exposures, weights, expected_accepted = [], [], [0.0]
         # Without a parent both lists are the same.
-        own = conditional if above is None else []
+        own_conditional = conditional if parent_conditional is None else []
         survival, total = 1.0, 0.0
-        idle, keep = 0, 1.0
-        for k, seen_at in enumerate(self._seen_at):
-            if steps - seen_at != idle:
-                idle = steps - seen_at
-                keep = math.exp(-idle / settings.idle_steps)
-            seen, successes = self._slow_n[k] * keep, self._slow_s[k] * keep
-            if above is not None:
-                mean = above[k]
-                own.append((successes + prior * mean) / (seen + prior))
-            mean = (successes + weight * mean) / (seen + weight)
+        idle_steps, decay = 0, 1.0
+        for k, last_exposure_step in enumerate(self._last_exposure_step):
+            if steps - last_exposure_step != idle_steps:
+                idle_steps = steps - last_exposure_step
+                decay = math.exp(-idle_steps / settings.idle_steps)
+            position_exposures, successes = (
+                self._slow_exposures[k] * decay,
+                self._slow_successes[k] * decay,
+            )
+            if parent_conditional is not None:
+                mean = parent_conditional[k]
+                own_conditional.append((successes + prior * mean) / (position_exposures + prior))
+            mean = (successes + weight * mean) / (position_exposures + weight)
             survival *= mean
             total += survival
             conditional.append(mean)
-            exposures.append(seen)
+            exposures.append(position_exposures)
             weights.append(weight)
-            expected.append(total)
-            if above is None:
-                known = seen + weight
-                weight = known * _WALK_EXPOSURES / (known + _WALK_EXPOSURES)
-        curve = AcceptanceCurve(conditional, exposures, expected, weights, above is None)
-        return curve, own
+            expected_accepted.append(total)
+            if parent_conditional is None:
+                evidence = position_exposures + weight
+                weight = evidence * _WALK_EXPOSURES / (evidence + _WALK_EXPOSURES)
+        curve = AcceptanceCurve(
+            conditional, exposures, expected_accepted, weights, parent_conditional is None
+        )
+        return curve, own_conditional
 
 
 @lru_cache(maxsize=8)
-def _keeps(exposures: float, steps: float) -> tuple[float, ...]:
+def _decay_table(exposures: float, steps: float) -> tuple[float, ...]:
     """Returns the kept share of a window by new exposures; the last entry is for all more."""
-    most = min(math.ceil(exposures / steps), MAX_BATCH_SIZE)
-    return tuple(math.exp(-min(n / exposures, 1 / steps)) for n in range(most + 1))
+    max_exposures = min(math.ceil(exposures / steps), MAX_BATCH_SIZE)
+    return tuple(math.exp(-min(n / exposures, 1 / steps)) for n in range(max_exposures + 1))

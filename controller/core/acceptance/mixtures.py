@@ -23,17 +23,17 @@ from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
 # Match lengths that are estimated separately; longer ones count as the last.
-LEAST_MATCH, LONGEST_MATCH = 2, 5
+MIN_MATCH_LENGTH, MAX_MATCH_LENGTH = 2, 5
 # Weight of a step in the engine's running means of a request.
 _RATIO_WEIGHT = 0.1
 # Rules that differ by less than this share count as equal and need no new plan.
-_SAME = 0.04
+_SAME_RULE_TOLERANCE = 0.04
 # Weight of a step in the averages that explain a mixture's usage.
-_USE_WEIGHT = 0.02
+_USAGE_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureUse:
+class MixtureUsage:
     """Describes the recent usage of a mixture.
 
     free_share: share of rows that used the free drafter.  gained: accepted tokens of such a row
@@ -45,85 +45,103 @@ class MixtureUse:
     gained: float
 
 
-@recorded("mixture_estimator", "_by_length _used _free_rows _gained _seen")
+@recorded(
+    "mixture_estimator",
+    by_length="_by_match_length",
+    used="_mean_rows",
+    free_rows="_mean_free_rows",
+    gained="_mean_gained_tokens",
+    seen="_has_run",
+)
 class MixtureEstimator:
-    """Owns the estimates of one mixture.  `fold` changes it; `rules` and `use` read it.
+    """Owns the estimates of one mixture.  `observe` changes it; `rules` and `usage` read it.
 
     longest: the longest draft length of its free drafter.
     """
 
-    def __init__(self, mixture: DrafterSpec, longest: int, settings: PlannerSettings) -> None:
+    def __init__(
+        self, mixture: DrafterSpec, free_gamma_max: int, settings: PlannerSettings
+    ) -> None:
         assert mixture.mixture is not None
-        self._spec, self._of, self._longest = mixture, mixture.mixture, longest
-        self._by_length = [
-            AcceptanceEstimator(max(longest, 1), settings)
-            for _ in range(LEAST_MATCH, LONGEST_MATCH + 1)
+        self._spec, self._parts, self._free_gamma_max = mixture, mixture.mixture, free_gamma_max
+        self._by_match_length = [
+            AcceptanceEstimator(max(free_gamma_max, 1), settings)
+            for _ in range(MIN_MATCH_LENGTH, MAX_MATCH_LENGTH + 1)
         ]
         # Running means over steps: rows of all groups, rows that used the free drafter, and the
         # tokens gained by these.
-        self._used = self._free_rows = self._gained = 0.0
-        self._seen = False
+        self._mean_rows = self._mean_free_rows = self._mean_gained_tokens = 0.0
+        self._has_run = False
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
-        for estimator in self._by_length:
+        for estimator in self._by_match_length:
             estimator.use_settings(settings)
 
-    def fold(self, report: StepReport) -> None:
+    def observe(self, report: StepReport) -> None:
         """Adds a step's proposals and their usage."""
-        seen: set[int] = set()
+        observed_indices: set[int] = set()
         for part in report.proposals:
-            if part.drafter == self._of.free and part.match_length >= LEAST_MATCH:
-                index = min(part.match_length, LONGEST_MATCH) - LEAST_MATCH
-                self._by_length[index].fold_aside(part.accepted_counts, part.censored_counts)
-                seen.add(index)
-        for index, estimator in enumerate(self._by_length):
-            if index not in seen:
-                estimator.pass_by()
+            if part.drafter == self._parts.free and part.match_length >= MIN_MATCH_LENGTH:
+                index = min(part.match_length, MAX_MATCH_LENGTH) - MIN_MATCH_LENGTH
+                self._by_match_length[index].observe_unused_proposals(
+                    part.accepted_counts, part.censored_counts
+                )
+                observed_indices.add(index)
+        for index, estimator in enumerate(self._by_match_length):
+            if index not in observed_indices:
+                estimator.observe_idle_step()
         # Without groups all rows were alike, and the report does not name their drafter.
         if report.drafter == self._spec.name and report.groups:
-            self._count(report)
+            self._count_usage(report)
 
-    def _count(self, report: StepReport) -> None:
-        free_rows = free_tokens = main_used = 0
+    def _count_usage(self, report: StepReport) -> None:
+        free_rows = free_tokens = main_used_tokens = 0
         for group in report.groups:
             tokens = sum(k * n for k, n in enumerate(group.accepted_counts))
-            if group.drafter == self._of.free:
+            if group.drafter == self._parts.free:
                 free_rows += sum(group.accepted_counts)
                 free_tokens += tokens
             else:
-                main_used += tokens
-        main_all = sum(
+                main_used_tokens += tokens
+        main_proposed_tokens = sum(
             sum(k * n for k, n in enumerate(part.accepted_counts))
             + sum(k * n for k, n in enumerate(part.censored_counts))
             for part in report.proposals
-            if part.drafter == self._of.main
+            if part.drafter == self._parts.main
         )
-        gained = free_tokens - (main_all - main_used) if main_all else 0
-        weight = _USE_WEIGHT if self._seen else 1.0
-        self._seen = True
-        self._used += weight * (report.batch_size - self._used)
-        self._free_rows += weight * (free_rows - self._free_rows)
-        self._gained += weight * (gained - self._gained)
+        gained_tokens = (
+            free_tokens - (main_proposed_tokens - main_used_tokens) if main_proposed_tokens else 0
+        )
+        weight = _USAGE_WEIGHT if self._has_run else 1.0
+        self._has_run = True
+        self._mean_rows += weight * (report.batch_size - self._mean_rows)
+        self._mean_free_rows += weight * (free_rows - self._mean_free_rows)
+        self._mean_gained_tokens += weight * (gained_tokens - self._mean_gained_tokens)
 
-    def use(self) -> MixtureUse | None:
+    def usage(self) -> MixtureUsage | None:
         """Returns the recent usage; None if the mixture has not run."""
-        if not self._seen:
+        if not self._has_run:
             return None
-        rows = max(self._free_rows, 1e-9)
-        share = self._free_rows / max(self._used, 1e-9)
-        return MixtureUse(share, self._gained / rows if self._free_rows > 0 else 0.0)
+        rows = max(self._mean_free_rows, 1e-9)
+        free_share = self._mean_free_rows / max(self._mean_rows, 1e-9)
+        return MixtureUsage(
+            free_share, self._mean_gained_tokens / rows if self._mean_free_rows > 0 else 0.0
+        )
 
     def rules(self, curves: Mapping[str, AcceptanceCurve]) -> tuple[MixtureRule, ...]:
         """Returns the rule of each draft length.  curves: of all traffic, by drafter."""
-        main, free = curves[self._of.main], curves[self._of.free]
-        lengths = [estimator.curve(free) for estimator in self._by_length]
+        main_curve, free_curve = curves[self._parts.main], curves[self._parts.free]
+        curves_by_length = [estimator.curve(free_curve) for estimator in self._by_match_length]
         return tuple(
             MixtureRule(
                 Arm(self._spec.name, gamma),
-                main.expected[gamma],
-                tuple(curve.expected[min(gamma, self._longest)] for curve in lengths),
-                LEAST_MATCH,
+                main_curve.expected_accepted[gamma],
+                tuple(
+                    curve.expected_accepted[min(gamma, self._free_gamma_max)]
+                    for curve in curves_by_length
+                ),
+                MIN_MATCH_LENGTH,
                 _RATIO_WEIGHT,
             )
             for gamma in self._spec.gammas
@@ -131,52 +149,54 @@ class MixtureEstimator:
         )
 
 
-@recorded("mixtures", "_each")
-class Mixtures:
-    """Owns the estimates of all mixtures of an engine, by name.  `fold` changes it."""
+@recorded("mixtures", each="_estimators")
+class MixtureEstimators:
+    """Owns the estimates of all mixtures of an engine, by name.  `observe` changes it."""
 
     def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
-        longest = {d.name: d.gammas[-1] for d in drafters}
-        self._each = {
-            d.name: MixtureEstimator(d, longest[d.mixture.free], settings)
+        gamma_max_by_drafter = {d.name: d.gammas[-1] for d in drafters}
+        self._estimators = {
+            d.name: MixtureEstimator(d, gamma_max_by_drafter[d.mixture.free], settings)
             for d in drafters
             if d.mixture is not None
         }
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
-        for mixture in self._each.values():
-            mixture.use_settings(settings)
+        for estimator in self._estimators.values():
+            estimator.use_settings(settings)
 
-    def fold(self, report: StepReport) -> None:
+    def observe(self, report: StepReport) -> None:
         """Adds a step's proposals and their usage."""
-        for mixture in self._each.values():
-            mixture.fold(report)
+        for estimator in self._estimators.values():
+            estimator.observe(report)
 
-    def uses(self) -> dict[str, MixtureUse]:
+    def usages(self) -> dict[str, MixtureUsage]:
         """Returns the recent usage of each mixture that has run."""
-        uses = {name: mixture.use() for name, mixture in self._each.items()}
-        return {name: use for name, use in uses.items() if use is not None}
+        usages = {name: estimator.usage() for name, estimator in self._estimators.items()}
+        return {name: usage for name, usage in usages.items() if usage is not None}
 
     def rules(
-        self, curves: Mapping[str, AcceptanceCurve], before: tuple[MixtureRule, ...]
+        self, curves: Mapping[str, AcceptanceCurve], previous_rules: tuple[MixtureRule, ...]
     ) -> tuple[MixtureRule, ...]:
-        """Returns the rules of all mixtures; returns `before` if the rules are nearly the same.
+        """Returns the rules of all mixtures, or `previous_rules` if they are nearly the same.
 
         curves: of all traffic, by drafter.
         """
-        rules = tuple(rule for mixture in self._each.values() for rule in mixture.rules(curves))
-        return before if _are_same(before, rules) else rules
+        rules = tuple(
+            rule for estimator in self._estimators.values() for rule in estimator.rules(curves)
+        )
+        return previous_rules if _are_same(previous_rules, rules) else rules
 
 
 def _are_same(a: Sequence[MixtureRule], b: Sequence[MixtureRule]) -> bool:
     """Returns whether two sets of rules are so similar that no new plan is needed."""
     return len(a) == len(b) and all(
-        one.arm == other.arm and abs(x - y) <= _SAME * max(x, y)
-        for one, other in zip(a, b, strict=True)
+        rule_a.arm == rule_b.arm and abs(x - y) <= _SAME_RULE_TOLERANCE * max(x, y)
+        for rule_a, rule_b in zip(a, b, strict=True)
         for x, y in zip(
-            (one.main_expected, *one.free_expected),
-            (other.main_expected, *other.free_expected),
+            (rule_a.main_expected, *rule_a.free_expected),
+            (rule_b.main_expected, *rule_b.free_expected),
             strict=True,
         )
     )

@@ -9,9 +9,9 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
 # Acceptance is clipped to this range.
-_LEAST, _MOST = 0.02, 0.98
+_MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.02, 0.98
 # Exposures of a position that was never reached.
-_PRIOR_TRUST = 3.0
+_PRIOR_EXPOSURES = 3.0
 # Steps between shifts that are assumed before the first one, and the memory of their rate.
 _PRIOR_STEPS = 2000.0
 _MEMORY_STEPS = 20_000.0
@@ -20,31 +20,37 @@ _MEMORY_STEPS = 20_000.0
 _ONE_CHANGE_STEPS = 100
 # A shift within this many steps of a batch-size change is attributed to the change.  The share of
 # changes with a shift has this memory, in changes, and this value before the first one.
-_MOVED_STEPS = 12
+_MOVE_WINDOW_STEPS = 12
 _MEMORY_MOVES = 100.0
 _PRIOR_MOVED = 0.02
 # A shift detected within this many steps of one at gamma = 0 occurred while gamma = 0 ran.
-_FOUND_STEPS = 16
+_BLIND_DETECTION_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ShiftKind:
     """Describes a kind of shift.
 
-    logits: how far acceptance moves on the logit scale.  limit: factor on `shift_alarm`.
-    half_trust: exposures at which an estimate has half its weight.
+    logit_shift: how far acceptance moves on the logit scale.  limit_factor: factor on
+    `shift_alarm`. half_trust_exposures: exposures at which an estimate has half its weight.
     """
 
-    logits: float
-    limit: float
-    half_trust: float
+    logit_shift: float
+    limit_factor: float
+    half_trust_exposures: float
 
 
-LARGE = Change(1.5, 1.0, 8.0)
-MODERATE = Change(0.6, 1.7, 60.0)
+LARGE_SHIFT = ShiftKind(1.5, 1.0, 8.0)
+MODERATE_SHIFT = ShiftKind(0.6, 1.7, 60.0)
 
 
-@recorded("cusum", "_conditional _exposures _better _worse", derived="_steps")
+@recorded(
+    "cusum",
+    "_conditional _exposures",
+    derived="_increments",
+    better="_upward_sum",
+    worse="_downward_sum",
+)
 class Cusum:
     """Keeps the two sums of one estimator, for one kind of shift.
 
@@ -61,168 +67,195 @@ class Cusum:
     have made the idle one the best.  They need more evidence.
     """
 
-    def __init__(self, settings: PlannerSettings, change: Change = LARGE) -> None:
-        self._change = change
+    def __init__(self, settings: PlannerSettings, shift_kind: ShiftKind = LARGE_SHIFT) -> None:
+        self._shift_kind = shift_kind
         self.use_settings(settings)
         # The reference that steps are tested against; empty before the first decision.
         self._conditional: Sequence[float] = []
         self._exposures: Sequence[float] = []
         # By position, the increments of both sums for a success and for a failure.
-        self._steps: list[tuple[float, float, float, float]] | None = None
-        self._better = 0.0
-        self._worse = 0.0
+        self._increments: list[tuple[float, float, float, float]] | None = None
+        self._upward_sum = 0.0
+        self._downward_sum = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the sums."""
-        self._limit = self._change.limit * settings.shift_alarm
+        self._limit = self._shift_kind.limit_factor * settings.shift_alarm
 
-    def believe(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
+    def set_reference(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Sets the estimates that the next steps are tested against.
 
         Evidence already absorbed by the estimates is removed from the sums.
         """
-        before = self._exposures[0] if self._exposures else 0.0
-        behind = exposures[0] if exposures else 0.0
-        left = min(1.0, (before + _PRIOR_TRUST) / (behind + _PRIOR_TRUST))
-        self._better *= left
-        self._worse *= left
-        self._conditional, self._exposures, self._steps = conditional, exposures, None
+        previous_exposures = self._exposures[0] if self._exposures else 0.0
+        current_exposures = exposures[0] if exposures else 0.0
+        kept_share = min(
+            1.0, (previous_exposures + _PRIOR_EXPOSURES) / (current_exposures + _PRIOR_EXPOSURES)
+        )
+        self._upward_sum *= kept_share
+        self._downward_sum *= kept_share
+        self._conditional, self._exposures, self._increments = conditional, exposures, None
 
-    def _worked_out(self) -> list[tuple[float, float, float, float]]:
-        """Returns increments by position, for success and failure: of `_better`, then `_worse`."""
-        found = []
-        logits, half_trust = self._change.logits, self._change.half_trust
-        factor = math.exp(logits)
+    def _compute_increments(self) -> list[tuple[float, float, float, float]]:
+        """Returns increments by position for success and failure, upward sum first."""
+        increments = []
+        logit_shift, half_trust = (
+            self._shift_kind.logit_shift,
+            self._shift_kind.half_trust_exposures,
+        )
+        factor = math.exp(logit_shift)
         rise, fall = factor - 1, 1 / factor - 1
         for a, n in zip(self._conditional, self._exposures, strict=True):
-            p = min(max(a, _LEAST), _MOST)
-            trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + half_trust)
+            p = min(max(a, _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
+            trust = (n + _PRIOR_EXPOSURES) / (n + _PRIOR_EXPOSURES + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
-            better = -trust * math.log(1 + p * rise)
-            worse = -trust * math.log(1 + p * fall)
+            upward_failure = -trust * math.log(1 + p * rise)
+            downward_failure = -trust * math.log(1 + p * fall)
             # At either bound no shift is possible: acceptance 1 is no shift from 0.98.
-            up = (better + trust * logits, better) if a < _MOST else (0.0, 0.0)
-            down = (worse - trust * logits, worse) if a > _LEAST else (0.0, 0.0)
-            found.append((*up, *down))
-        return found
+            up = (
+                (upward_failure + trust * logit_shift, upward_failure)
+                if a < _MAX_ACCEPTANCE
+                else (0.0, 0.0)
+            )
+            down = (
+                (downward_failure - trust * logit_shift, downward_failure)
+                if a > _MIN_ACCEPTANCE
+                else (0.0, 0.0)
+            )
+            increments.append((*up, *down))
+        return increments
 
-    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
+    def observe(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Adds a step's counts; returns the direction of a shift, 1 (better) or -1, otherwise 0.
 
         A shift is detected if a sum exceeds the limit; both sums then restart.  censored_counts: as
-        in `AcceptanceEstimator.fold`.
+        in `AcceptanceEstimator.observe`.
         """
-        steps = self._steps
-        if steps is None:
+        increments = self._increments
+        if increments is None:
             # Computed on demand: most drafters do not run before the next decision.
-            steps = self._steps = self._worked_out()
+            increments = self._increments = self._compute_increments()
         reached = sum(accepted_counts) + sum(censored_counts)
         up = down = 0.0
-        for k, (failures, (good, bad, good_down, bad_down)) in enumerate(
-            zip(accepted_counts[:-1], steps, strict=False)
+        for k, (failures, (success_up, failure_up, success_down, failure_down)) in enumerate(
+            zip(accepted_counts[:-1], increments, strict=False)
         ):
             if censored_counts:
                 reached -= censored_counts[k]
             if reached == 0:
                 break
             reached -= failures
-            up += reached * good + failures * bad
-            down += reached * good_down + failures * bad_down
-        self._better = max(0.0, self._better + up)
-        self._worse = max(0.0, self._worse + down)
-        if self._better <= self._limit and self._worse <= self._limit:
+            up += reached * success_up + failures * failure_up
+            down += reached * success_down + failures * failure_down
+        self._upward_sum = max(0.0, self._upward_sum + up)
+        self._downward_sum = max(0.0, self._downward_sum + down)
+        if self._upward_sum <= self._limit and self._downward_sum <= self._limit:
             return 0
-        direction = 1 if self._better > self._worse else -1
-        self._better = self._worse = 0.0
+        direction = 1 if self._upward_sum > self._downward_sum else -1
+        self._upward_sum = self._downward_sum = 0.0
         return direction
 
 
-class Hazard(NamedTuple):
+class ShiftProbabilities(NamedTuple):
     """Holds the probability of a shift in one step.
 
-    expected: of any shift, with the prior.  better: of a shift to more accepted drafts, as
-    observed.  unseen: of such a shift in a step at gamma = 0, as observed; found: their number.
+    any_shift: of any shift, with the prior.  better_shift: of a shift to more accepted drafts, as
+    observed.  blind_better_shift: of such a shift in a step at gamma = 0, as observed; found: their
+    number.
     """
 
-    expected: float
-    better: float
-    unseen: float = 0.0
-    found: float = 0.0
+    any_shift: float
+    better_shift: float
+    blind_better_shift: float = 0.0
+    blind_better_count: float = 0.0
 
 
 @recorded(
     "hazard_estimator",
-    "_steps _shifts _better _blind_steps _blind_better _moves _moved _since_move _since_shift "
-    "_since_blind _direction",
+    "_steps _shifts _blind_steps _moves",
+    better="_better_shifts",
+    blind_better="_blind_better_shifts",
+    moved="_shifts_on_move",
+    since_move="_steps_since_move",
+    since_shift="_steps_since_shift",
+    since_blind="_steps_since_blind",
+    direction="_last_direction",
 )
 class HazardEstimator:
     """Counts steps, shifts, and shifts to more accepted drafts; old counts fade."""
 
     def __init__(self) -> None:
         self._steps = _PRIOR_STEPS
-        self._shifts = self._better = 0.0
+        self._shifts = self._better_shifts = 0.0
         # The same at gamma = 0, where only probes can detect shifts.
-        self._blind_steps = self._blind_better = 0.0
+        self._blind_steps = self._blind_better_shifts = 0.0
         # Moves of the batch size to another octave, and those with a shift.
-        self._moves = self._moved = 0.0
-        self._since_move = _MOVED_STEPS
+        self._moves = self._shifts_on_move = 0.0
+        self._steps_since_move = _MOVE_WINDOW_STEPS
         # Steps since the last shift, and its direction; steps since the last one at gamma = 0.
-        self._since_shift = self._direction = 0
-        self._since_blind = _FOUND_STEPS
+        self._steps_since_shift = self._last_direction = 0
+        self._steps_since_blind = _BLIND_DETECTION_STEPS
 
-    def step(self, gamma: int) -> None:
+    def observe_step(self, gamma: int) -> None:
         """Counts a step."""
         self._steps += 1
-        self._since_blind += 1
-        self._since_move += 1
+        self._steps_since_blind += 1
+        self._steps_since_move += 1
         if gamma == 0:
-            self._since_blind = 0
+            self._steps_since_blind = 0
             self._blind_steps += 1
             if self._blind_steps > _MEMORY_STEPS:
-                keep = _MEMORY_STEPS / self._blind_steps
-                self._blind_steps *= keep
-                self._blind_better *= keep
-        self._since_shift += 1
+                kept_share = _MEMORY_STEPS / self._blind_steps
+                self._blind_steps *= kept_share
+                self._blind_better_shifts *= kept_share
+        self._steps_since_shift += 1
         if self._steps > _MEMORY_STEPS:
-            keep = _MEMORY_STEPS / self._steps
-            self._steps *= keep
-            self._shifts *= keep
-            self._better *= keep
+            kept_share = _MEMORY_STEPS / self._steps
+            self._steps *= kept_share
+            self._shifts *= kept_share
+            self._better_shifts *= kept_share
 
-    def move(self) -> None:
+    def observe_batch_move(self) -> None:
         """Counts that the batch size has moved to another octave before this step."""
-        keep = 1 - 1 / _MEMORY_MOVES
-        self._moves, self._moved = keep * self._moves + 1, keep * self._moved
-        self._since_move = 0
+        kept_share = 1 - 1 / _MEMORY_MOVES
+        self._moves, self._shifts_on_move = (
+            kept_share * self._moves + 1,
+            kept_share * self._shifts_on_move,
+        )
+        self._steps_since_move = 0
 
-    def shift(self, direction: int) -> None:
+    def observe_shift(self, direction: int) -> None:
         """Counts a shift in this step.  direction: 1 to more accepted drafts, -1 to fewer."""
-        continues = direction == self._direction and self._since_shift <= _ONE_CHANGE_STEPS
-        if self._since_move < _MOVED_STEPS:
-            self._moved += 1
-            self._since_move = _MOVED_STEPS
-        if not continues:
+        is_continuation = (
+            direction == self._last_direction and self._steps_since_shift <= _ONE_CHANGE_STEPS
+        )
+        if self._steps_since_move < _MOVE_WINDOW_STEPS:
+            self._shifts_on_move += 1
+            self._steps_since_move = _MOVE_WINDOW_STEPS
+        if not is_continuation:
             self._shifts += 1
-            self._better += direction > 0
-            self._blind_better += direction > 0 and self._since_blind < _FOUND_STEPS
-        self._since_shift, self._direction = 0, direction
+            self._better_shifts += direction > 0
+            self._blind_better_shifts += (
+                direction > 0 and self._steps_since_blind < _BLIND_DETECTION_STEPS
+            )
+        self._steps_since_shift, self._last_direction = 0, direction
 
     @property
-    def expected(self) -> float:
+    def shift_probability(self) -> float:
         """Returns the probability of any shift in one step, with the prior."""
         return (1 + self._shifts) / self._steps
 
     @property
-    def on_move(self) -> float:
+    def shift_probability_on_move(self) -> float:
         """Returns the probability of any shift when the batch size moves to another octave."""
-        return (self._moved + _PRIOR_MOVED) / (self._moves + 1)
+        return (self._shifts_on_move + _PRIOR_MOVED) / (self._moves + 1)
 
     @property
-    def hazard(self) -> Hazard:
+    def probabilities(self) -> ShiftProbabilities:
         """Returns the shift probabilities for a plan."""
-        return Hazard(
-            self.expected,
-            self._better / self._steps,
-            self._blind_better / max(self._blind_steps, 1.0),
-            self._blind_better,
+        return ShiftProbabilities(
+            self.shift_probability,
+            self._better_shifts / self._steps,
+            self._blind_better_shifts / max(self._blind_steps, 1.0),
+            self._blind_better_shifts,
         )

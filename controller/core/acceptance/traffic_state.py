@@ -30,89 +30,97 @@ MAX_REMEMBERED = 5
 # Octaves of batch sizes; the last one contains all larger sizes.
 OCTAVES = 16
 # A state that has not been current for this many steps is forgotten.
-FORGOTTEN_STEPS = 20_000
+FORGET_AFTER_STEPS = 20_000
 # Exposures at which a position has half its weight.
-_HALF_TRUST = 8.0
-_CERTAIN = 0.03
+_HALF_TRUST_EXPOSURES = 8.0
+_MIN_PROBABILITY = 0.03
 # Prior visits of all octaves together.
 _PRIOR_VISITS = 1.0
 # Two states are alike if the Kullback-Leibler divergence between them is less than this for one
 # sequence, or less than that for all sequences of the state with less evidence.  Only drafters with
 # this many exposures in both states are compared.
-_ALIKE = 0.03
+_ALIKE_PER_SEQUENCE = 0.03
 _ALIKE_TOTAL = 3.0
 _COMPARED_EXPOSURES = 16.0
-_REPORT_WEIGHT = 16.0
+_MAX_REPORT_SEQUENCES = 16.0
 # A report changes the log odds by no more than this.
-_SURE = 12.0
+_MAX_LOG_ODDS = 12.0
 # By position: the acceptance and the trust in it.
-Believed: TypeAlias = Sequence[tuple[float, float]]
+ReferenceAcceptance: TypeAlias = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Resemblance:
+class EarlierVisit:
     """Describes the earlier traffic that the present traffic is identified with.
 
-    began, ended: clock seconds of its last visit.  visits: how often it was current before.
+    began_at, ended_at: clock seconds of its last visit.  visits: how often it was current before.
     """
 
-    began: float
-    ended: float
+    began_at: float
+    ended_at: float
     visits: int
 
 
 @recorded(
     "traffic_state",
-    "drafters began ended last_began last_ended visits octaves steps last_step probability",
+    "visits steps last_step probability",
+    drafters="estimators",
+    began="began_at",
+    ended="ended_at",
+    last_began="last_began_at",
+    last_ended="last_ended_at",
+    octaves="octave_visits",
 )
 class TrafficState:
     """Holds one kind of traffic.
 
-    began, ended: clock seconds of the present or last visit; last_began, last_ended: of the visit
-    before (0 and 0: there was none).  steps: reports observed in this state.  last_step: number of
-    the last of these, counted over all of the engine's reports.  probability: P_k above.
+    began_at, ended_at: clock seconds of the present or last visit; last_began_at, last_ended_at: of
+    the visit before (0 and 0: there was none).  steps: reports observed in this state.  last_step:
+    number of the last of these, counted over all of the engine's reports.  probability: P_k above.
     """
 
-    def __init__(self, drafters: Mapping[str, AcceptanceEstimator], now: float = 0.0) -> None:
-        self.drafters = dict(drafters)
-        self.began = self.ended = now
-        self.last_began = self.last_ended = 0.0
+    def __init__(self, estimators: Mapping[str, AcceptanceEstimator], now: float = 0.0) -> None:
+        self.estimators = dict(estimators)
+        self.began_at = self.ended_at = now
+        self.last_began_at = self.last_ended_at = 0.0
         self.visits = 1
-        self.octaves = [0.0] * OCTAVES
+        self.octave_visits = [0.0] * OCTAVES
         self.steps = self.last_step = 0
         self.probability = 1.0
 
-    def enter(self, octave: int) -> None:
+    def count_octave_visit(self, octave: int) -> None:
         """Counts a visit of the batch size to this octave in this state."""
-        self.octaves[octave] += 1
+        self.octave_visits[octave] += 1
 
-    def return_at(self, now: float) -> None:
+    def make_current_again(self, now: float) -> None:
         """Makes it the current state again."""
-        self.last_began, self.last_ended = self.began, self.ended
-        self.began = self.ended = now
+        self.last_began_at, self.last_ended_at = self.began_at, self.ended_at
+        self.began_at = self.ended_at = now
         self.visits += 1
-        for estimator in self.drafters.values():
-            estimator.recall()
+        for estimator in self.estimators.values():
+            estimator.resume_traffic()
 
     @property
-    def resemblance(self) -> Resemblance | None:
+    def earlier_visit(self) -> EarlierVisit | None:
         """Returns the visit before the present one; None if this is the first."""
         if self.visits < 2:
             return None
-        return Resemblance(self.last_began, self.last_ended, self.visits - 1)
+        return EarlierVisit(self.last_began_at, self.last_ended_at, self.visits - 1)
 
-    def absorb(self, other: "TrafficState") -> None:
+    def merge_duplicate(self, duplicate: "TrafficState") -> None:
         """Adds the evidence of a state that turned out to be the same."""
-        for name, estimator in self.drafters.items():
-            curve = other.drafters[name].curve()
-            estimator.begin_from(curve.conditional, curve.exposures)
-        self.visits += other.visits
-        self.octaves = [a + b for a, b in zip(self.octaves, other.octaves, strict=True)]
+        for name, estimator in self.estimators.items():
+            curve = duplicate.estimators[name].curve()
+            estimator.warm_start_from(curve.conditional, curve.exposures)
+        self.visits += duplicate.visits
+        self.octave_visits = [
+            a + b for a, b in zip(self.octave_visits, duplicate.octave_visits, strict=True)
+        ]
 
-    def octave_shares(self) -> list[float]:
+    def octave_probabilities(self) -> list[float]:
         """Returns [octaves], P(octave | this state)."""
-        total = sum(self.octaves) + _PRIOR_VISITS
-        return [(seen + _PRIOR_VISITS / OCTAVES) / total for seen in self.octaves]
+        total = sum(self.octave_visits) + _PRIOR_VISITS
+        return [(visits + _PRIOR_VISITS / OCTAVES) / total for visits in self.octave_visits]
 
 
 def octave_of(batch_size: int) -> int:
@@ -128,40 +136,40 @@ def octaves_of(batch_sizes: NDArray[np.float64]) -> NDArray[np.int32]:
 
 def are_alike(a: TrafficState, b: TrafficState) -> bool:
     """Returns whether no drafter observed in both states distinguishes the two."""
-    compared = False
-    for name, estimator in a.drafters.items():
-        one, other = estimator.curve(), b.drafters[name].curve()
-        least = min(one.exposures[0], other.exposures[0])
-        if least < _COMPARED_EXPOSURES:
+    has_compared = False
+    for name, estimator in a.estimators.items():
+        curve_a, curve_b = estimator.curve(), b.estimators[name].curve()
+        min_exposures = min(curve_a.exposures[0], curve_b.exposures[0])
+        if min_exposures < _COMPARED_EXPOSURES:
             continue
-        compared = True
-        survival, apart, total = 1.0, 0.0, 0.0
-        for k, (x, y) in enumerate(zip(one.conditional, other.conditional, strict=True)):
-            p, q = bounded(x), bounded(y)
-            n = min(one.exposures[k], other.exposures[k])
+        has_compared = True
+        survival, divergence, total_divergence = 1.0, 0.0, 0.0
+        for k, (x, y) in enumerate(zip(curve_a.conditional, curve_b.conditional, strict=True)):
+            p, q = clip_acceptance(x), clip_acceptance(y)
+            n = min(curve_a.exposures[k], curve_b.exposures[k])
             distance = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-            apart += survival * distance * trust_in(n)
-            total += n * distance
+            divergence += survival * distance * evidence_trust(n)
+            total_divergence += n * distance
             survival *= p
-        if apart > _ALIKE and total > _ALIKE_TOTAL:
+        if divergence > _ALIKE_PER_SEQUENCE and total_divergence > _ALIKE_TOTAL:
             return False
-    return compared
+    return has_compared
 
 
-def bounded(p: float) -> float:
+def clip_acceptance(acceptance: float) -> float:
     """Clips an acceptance away from 0 and 1, for the comparison of states."""
-    return min(max(p, _CERTAIN), 1 - _CERTAIN)
+    return min(max(acceptance, _MIN_PROBABILITY), 1 - _MIN_PROBABILITY)
 
 
-def trust_in(exposures: float) -> float:
+def evidence_trust(exposures: float) -> float:
     """Returns the weight, below 1, of an estimate with this many exposures."""
-    return exposures / (exposures + _HALF_TRUST)
+    return exposures / (exposures + _HALF_TRUST_EXPOSURES)
 
 
-def believed(curve: AcceptanceCurve) -> Believed:
+def reference_acceptance(curve: AcceptanceCurve) -> ReferenceAcceptance:
     """Returns the current state's baseline of the likelihood ratios of remembered states."""
-    known = zip(curve.conditional, curve.exposures, curve.prior_exposures, strict=True)
-    return [(bounded(a), trust_in(n + prior)) for a, n, prior in known]
+    positions = zip(curve.conditional, curve.exposures, curve.prior_exposures, strict=True)
+    return [(clip_acceptance(a), evidence_trust(n + prior)) for a, n, prior in positions]
 
 
 class RememberedCurves:
@@ -175,70 +183,77 @@ class RememberedCurves:
     with q_i the current state's acceptance as estimated at the last decision.  The trust t is the
     product of n / (n + 8), for n exposures of the position in state k, and the same factor of the
     current state, since a state without exposures predicts nothing about the position.  A large
-    batch counts as at most `_REPORT_WEIGHT` sequences, since its sequences are alike.
+    batch counts as at most `_MAX_REPORT_SEQUENCES` sequences, since its sequences are alike.
 
-    octaves: [octaves, states], P(octave | state).
+    octave_probabilities: [octaves, states], P(octave | state).
     """
 
     def __init__(self, states: Sequence[TrafficState]) -> None:
         self._curves = [
-            {name: estimator.curve() for name, estimator in state.drafters.items()}
+            {name: estimator.curve() for name, estimator in state.estimators.items()}
             for state in states
         ]
-        self.octaves: NDArray[np.float64] = np.array([s.octave_shares() for s in states]).T
+        self.octave_probabilities: NDArray[np.float64] = np.array(
+            [s.octave_probabilities() for s in states]
+        ).T
         # By drafter, [3 * positions, states]: for each position t log p, t log(1 - p) and t.
-        self._logs: dict[str, NDArray[np.float64]] = {}
+        self._log_terms: dict[str, NDArray[np.float64]] = {}
         self._arms: Sequence[Arm] = ()
-        self._expected = np.zeros((len(states), 0))
+        self._expected_accepted = np.zeros((len(states), 0))
 
-    def expected(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
+    def expected_accepted(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
         """Returns [states, arms], the expected accepted draft tokens of a sequence."""
         if arms is not self._arms:
             self._arms = arms
-            self._expected = np.array(
-                [[by[arm.drafter].expected[arm.gamma] for arm in arms] for by in self._curves]
+            self._expected_accepted = np.array(
+                [
+                    [curves[arm.drafter].expected_accepted[arm.gamma] for arm in arms]
+                    for curves in self._curves
+                ]
             )
-        return self._expected
+        return self._expected_accepted
 
     def log_odds(
         self,
         drafter: str,
-        believed: Believed,
+        reference: ReferenceAcceptance,
         accepted_counts: Sequence[int],
         censored_counts: Sequence[int] = (),
     ) -> list[float]:
         """Returns by state the increment of its log odds from a report of a drafter.
 
-        believed: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
+        reference: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
         censored_counts: gamma counts as in `AcceptanceEstimator.fold`, or empty.
         """
         sequences = reached = sum(accepted_counts) + sum(censored_counts)
         # Multipliers of each state's log terms.
         factors: list[float] = []
         for k, (failures, (q, trust)) in enumerate(
-            zip(accepted_counts[:-1], believed, strict=False)
+            zip(accepted_counts[:-1], reference, strict=False)
         ):
             if censored_counts:
                 reached -= censored_counts[k]
             if reached == 0:
                 break
             reached -= failures
-            own = reached * math.log(q) + failures * math.log(1 - q)
-            factors += (trust * reached, trust * failures, -trust * own)
-        weight = min(1.0, _REPORT_WEIGHT / max(sequences, 1))
-        totals: list[float] = (np.array(factors) @ self._logs_of(drafter)[: len(factors)]).tolist()
-        return [max(-_SURE, min(_SURE, total * weight)) for total in totals]
+            reference_log_likelihood = reached * math.log(q) + failures * math.log(1 - q)
+            factors += (trust * reached, trust * failures, -trust * reference_log_likelihood)
+        weight = min(1.0, _MAX_REPORT_SEQUENCES / max(sequences, 1))
+        totals: list[float] = (
+            np.array(factors) @ self._log_terms_of(drafter)[: len(factors)]
+        ).tolist()
+        return [max(-_MAX_LOG_ODDS, min(_MAX_LOG_ODDS, total * weight)) for total in totals]
 
-    def _logs_of(self, drafter: str) -> NDArray[np.float64]:
-        found = self._logs.get(drafter)
-        if found is None:
+    def _log_terms_of(self, drafter: str) -> NDArray[np.float64]:
+        log_terms = self._log_terms.get(drafter)
+        if log_terms is None:
             rows = []
             for by_drafter in self._curves:
                 curve = by_drafter[drafter]
                 row: list[float] = []
                 for a, n in zip(curve.conditional, curve.exposures, strict=True):
-                    p, trust = bounded(a), trust_in(n)
+                    p, trust = clip_acceptance(a), evidence_trust(n)
                     row += (trust * math.log(p), trust * math.log(1 - p), trust)
                 rows.append(row)
-            found = self._logs[drafter] = np.array(rows).T.copy()
-        return found
+            log_terms = self._log_terms[drafter] = np.array(rows).T.copy()
+        return log_terms

@@ -1,9 +1,9 @@
 """Carries acceptance estimates from one session to the next, so that a new one starts warm.
 
-A `Belief` is one engine's estimate for one drafter (and one request class).  Those of several
-engines are pooled position by position, weighted by their exposures.  The weight of each halves
-every `HALF_LIFE_SECONDS`, and all together count as at most `WARM_EXPOSURES`, so that live traffic
-soon outweighs them.
+A `AcceptanceSnapshot` is one engine's estimate for one drafter (and one request class).  Those of
+several engines are pooled position by position, weighted by their exposures.  The weight of each
+halves every `HALF_LIFE_SECONDS`, and all together count as at most `WARM_EXPOSURES`, so that live
+traffic soon outweighs them.
 """
 
 import json
@@ -12,19 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from controller.core.engine_spec import MAX_GAMMA
-from controller.core.errors import MALFORMED, InvalidBeliefError
+from controller.core.errors import MALFORMED_JSON_ERRORS, InvalidBeliefError
 from controller.core.recorded_state import recorded
 from controller.core.step_report import MAX_LABEL_CHARACTERS
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 WARM_EXPOSURES = 64.0
 # A class or position with fewer exposures is left out.
-_LEAST_EXPOSURES = 1.0
+_MIN_EXPOSURES = 1.0
 
 
 @recorded("belief")
 @dataclass(frozen=True, slots=True)
-class Belief:
+class AcceptanceSnapshot:
     """Holds the estimated acceptance of one drafter.
 
     label: the request class, "" for all traffic.  conditional, exposures: a_k and the number of
@@ -52,17 +52,17 @@ class Belief:
             raise InvalidBeliefError(f"exposures {self.exposures} must be finite and not negative")
 
 
-def to_json(beliefs: Sequence[Belief]) -> str:
+def to_json(snapshots: Sequence[AcceptanceSnapshot]) -> str:
     """Serialises the estimates for a store."""
-    return json.dumps([asdict(belief) for belief in beliefs])
+    return json.dumps([asdict(snapshot) for snapshot in snapshots])
 
 
-def from_json(text: str) -> list[Belief]:
+def from_json(text: str) -> list[AcceptanceSnapshot]:
     """Reads what `to_json` wrote.  Raises InvalidBeliefError for anything else."""
     try:
         body = json.loads(text)
         return [
-            Belief(
+            AcceptanceSnapshot(
                 str(item["drafter"]),
                 str(item["label"]),
                 tuple(float(a) for a in item["conditional"]),
@@ -70,42 +70,48 @@ def from_json(text: str) -> list[Belief]:
             )
             for item in body
         ]
-    except MALFORMED as error:
+    except MALFORMED_JSON_ERRORS as error:
         raise InvalidBeliefError(
             f"the text does not contain acceptance estimates: {error!r}"
         ) from error
 
 
-def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief]:
+def pool_groups(
+    groups: Iterable[Iterable[tuple[AcceptanceSnapshot, float]]],
+) -> list[AcceptanceSnapshot]:
     """Pools groups of estimates so that every group has the same weight, whatever its size."""
-    told = []
+    pooled = []
     for group in map(list, groups):
-        youngest = min((age for _, age in group), default=0.0)
-        told += [(belief, youngest) for belief in pool(group)]
-    return pool(told)
+        youngest_age = min((age for _, age in group), default=0.0)
+        pooled += [(snapshot, youngest_age) for snapshot in pool_snapshots(group)]
+    return pool_snapshots(pooled)
 
 
-def pool(told: Iterable[tuple[Belief, float]]) -> list[Belief]:
+def pool_snapshots(
+    aged_snapshots: Iterable[tuple[AcceptanceSnapshot, float]],
+) -> list[AcceptanceSnapshot]:
     """Pools estimates, given with their ages in seconds, into one per drafter and label."""
     sums: dict[tuple[str, str], list[list[float]]] = {}
-    for belief, age in told:
+    for snapshot, age in aged_snapshots:
         weight = 0.5 ** (max(0.0, age) / HALF_LIFE_SECONDS)
-        sum_ = sums.setdefault((belief.drafter, belief.label), [])
-        sum_ += [[0.0, 0.0] for _ in range(len(belief.conditional) - len(sum_))]
-        for position, a, n in zip(sum_, belief.conditional, belief.exposures, strict=False):
+        position_sums = sums.setdefault((snapshot.drafter, snapshot.label), [])
+        position_sums += [[0.0, 0.0] for _ in range(len(snapshot.conditional) - len(position_sums))]
+        for position, a, n in zip(
+            position_sums, snapshot.conditional, snapshot.exposures, strict=False
+        ):
             position[0] += weight * n
             position[1] += weight * n * a
-    found = []
+    pooled = []
     for (drafter, label), positions in sorted(sums.items()):
-        if not positions or positions[0][0] < _LEAST_EXPOSURES:
+        if not positions or positions[0][0] < _MIN_EXPOSURES:
             continue
         # The position with the most exposures is limited; the others keep their ratio to it.
-        keep = min(1.0, WARM_EXPOSURES / max(n for n, _ in positions))
-        found.append(
-            Belief(
+        kept_share = min(1.0, WARM_EXPOSURES / max(n for n, _ in positions))
+        pooled.append(
+            AcceptanceSnapshot(
                 drafter, label,
                 tuple(min(1.0, s / n) if n > 0 else 0.0 for n, s in positions),
-                tuple(n * keep for n, _ in positions),
+                tuple(n * kept_share for n, _ in positions),
             )
         )  # fmt: skip
-    return found
+    return pooled

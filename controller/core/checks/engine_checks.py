@@ -24,20 +24,20 @@ SUSPECT_TOKENS = 1.1
 WORKING_TOKENS = 1.2
 # Verified drafts before a drafter is suspect, and the standard errors by which it must be below the
 # limit: a right drafter at 1.15 tokens is verified rarely, so bad luck would accuse it for long.
-_LEAST_DRAFTS = 50
+_MIN_DRAFTS = 50
 _STANDARD_ERRORS = 2.0
 # Verified drafts of a block, and the minimum number of steps that they come from: copies of one
 # prompt in a batch are not independent evidence.
 _BLOCK_DRAFTS = 100
 _BLOCK_STEPS = 10
 # Steps of the engine since its first draft before a drafter is suspect.
-_LEAST_STEPS = 200
+_MIN_STEPS = 200
 # Plans that a delayed report may refer to; reports of older plans are not compared.
 _PLANS_KEPT = 64
 # Steps planned with one draft length: window of the mean share of other lengths, and its minimum.
 _WINDOW_STEPS = 50
 # Share of these steps above which the engine does not follow the plan.
-_DISOBEYED_SHARE = 0.5
+_MISMATCH_SHARE = 0.5
 _NO_ACCEPTANCE_ADVICE = (
     "the drafter does not fit: check that the method matches its checkpoint (not EAGLE-3 under "
     "EAGLE, or the reverse), it was trained for this target and revision, vocabulary or hot-token "
@@ -45,7 +45,7 @@ _NO_ACCEPTANCE_ADVICE = (
     "ignores eagle_config.eagle_aux_hidden_state_layer_ids), and quantization and rope settings "
     "match; see docs/failures.md, 'Engine warnings'"
 )
-_OTHER_WIDTH_ADVICE = (
+_MISMATCH_ADVICE = (
     "the engine does not follow the draft length of its plan: see docs/engines.md for its "
     "version, method and model runner, and install one version of shim and sidecar; until then a "
     "choice has no effect"
@@ -96,53 +96,53 @@ class AcceptanceCheck:
     def __init__(self, gamma_max: int) -> None:
         self.has_worked = False
         self.steps = 0
-        self._all = _Positions(gamma_max)
-        self._block = _Positions(gamma_max)
+        self._total = _PositionCounts(gamma_max)
+        self._block = _PositionCounts(gamma_max)
         self._block_steps = 0
 
     @property
     def drafts(self) -> int:
         """Number of verified drafts."""
-        return self._all.exposures[0]
+        return self._total.exposures[0]
 
     @property
     def tokens(self) -> float:
         """Mean tokens that a sequence gained per drafted step so far, bonus token included."""
-        return self._all.tokens
+        return self._total.tokens
 
     @property
     def is_suspect(self) -> bool:
         """Whether it has drafted for long and almost no tokens were accepted."""
         return (
             not self.has_worked
-            and self.steps >= _LEAST_STEPS
-            and self.drafts >= _LEAST_DRAFTS
-            and self.tokens + _STANDARD_ERRORS * self._error < SUSPECT_TOKENS
+            and self.steps >= _MIN_STEPS
+            and self.drafts >= _MIN_DRAFTS
+            and self.tokens + _STANDARD_ERRORS * self._standard_error < SUSPECT_TOKENS
         )
 
     @property
-    def _error(self) -> float:
+    def _standard_error(self) -> float:
         """Standard error of `tokens`, as for a count of rare events plus one."""
         return math.sqrt((self.tokens - 1 + 1 / self.drafts) / self.drafts)
 
-    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
-        """Adds a step in which it drafted; counts as in `AcceptanceEstimator.fold`."""
-        self._all.add(accepted_counts, censored_counts)
+    def observe(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
+        """Adds a step in which it drafted; counts as in `AcceptanceEstimator.observe`."""
+        self._total.add(accepted_counts, censored_counts)
         block = self._block
         block.add(accepted_counts, censored_counts)
         self._block_steps += 1
         if block.exposures[0] >= _BLOCK_DRAFTS and self._block_steps >= _BLOCK_STEPS:
             self.has_worked = block.tokens >= WORKING_TOKENS
-            self._block = _Positions(len(block.exposures))
+            self._block = _PositionCounts(len(block.exposures))
             self._block_steps = 0
 
-    def pass_step(self) -> None:
+    def count_step(self) -> None:
         """Counts a step of the engine, whether or not it drafted in it."""
         if self.drafts:
             self.steps += 1
 
 
-class _Positions:
+class _PositionCounts:
     """Counts by position the sequences that reached it, and those that accepted it."""
 
     def __init__(self, gamma_max: int) -> None:
@@ -175,31 +175,32 @@ class _Positions:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RequestedArm:
     """Counts the steps that were planned with one arm.
 
-    share: of the last ones, those that ran another draft length; other: the last such length.
+    mismatch_share: of the last ones, those that ran another draft length; other: the last such
+    length.
     """
 
     steps: int = 0
-    share: float = 0.0
-    other: int = 0
+    mismatch_share: float = 0.0
+    last_mismatch_gamma: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class OtherWidth:
+class DraftLengthMismatch:
     """Reports that steps planned with `arm` verified another draft length.
 
-    share: of the last `steps` such steps.
+    mismatch_share: of the last `steps` such steps.
     """
 
     arm: Arm
-    verified: int
-    share: float
+    verified_gamma: int
+    mismatch_share: float
     steps: int
 
 
-class WidthCheck:
+class DraftLengthCheck:
     """Compares the reports of one engine with its plans.
 
     In every engine a few steps differ, because a drafter wakes up or the batch changes between
@@ -211,16 +212,16 @@ class WidthCheck:
     attention, where all ranks run the choice for the largest batch).
     """
 
-    def __init__(self, *, any_larger: bool) -> None:
-        self._any_larger = any_larger
+    def __init__(self, *, allow_larger_batch: bool) -> None:
+        self._allow_larger_batch = allow_larger_batch
         self._plans: OrderedDict[int, Plan] = OrderedDict()
-        self._asked: dict[Arm, _Asked] = {}
-        self._last_batch = 0
+        self._counts_by_arm: dict[Arm, _RequestedArm] = {}
+        self._last_batch_size = 0
         # The last query and its answer: most steps repeat it.
-        self._key: tuple[int, ...] = ()
-        self._arms: tuple[Arm, frozenset[Arm]] | None = None
+        self._last_query: tuple[int, ...] = ()
+        self._last_answer: tuple[Arm, frozenset[Arm]] | None = None
 
-    def expect(self, plan: Plan) -> None:
+    def expect_plan(self, plan: Plan) -> None:
         """Records a plan, to which later steps refer by its epoch."""
         self._plans[plan.epoch] = plan
         if len(self._plans) > _PLANS_KEPT:
@@ -229,65 +230,74 @@ class WidthCheck:
     def observe(self, report: StepReport) -> None:
         """Adds a step.  Steps without a plan, with mixed choices or without drafts are ignored."""
         # An engine may choose one step ahead, for the previous batch size.
-        sizes = sorted((report.batch_size, self._last_batch or report.batch_size))
-        self._last_batch = report.batch_size
+        sizes = sorted((report.batch_size, self._last_batch_size or report.batch_size))
+        self._last_batch_size = report.batch_size
         flags = report.flags
-        if flags.unsteered or flags.mixed_choice or not drafts_for_any(report):
+        if flags.unsteered or flags.mixed_choice or not has_drafted_row(report):
             return
-        key = (report.plan_epoch, *sizes, report.probe_id, report.batch_size)
-        if key != self._key:
-            self._key, self._arms = key, self._ask(*key)
-        if self._arms is None:
+        query = (report.plan_epoch, *sizes, report.probe_id, report.batch_size)
+        if query != self._last_query:
+            self._last_query, self._last_answer = query, self._requested_arms(*query)
+        if self._last_answer is None:
             return
-        asked, allowed = self._arms
-        if report.drafter != asked.drafter:
+        requested_arm, allowed_arms = self._last_answer
+        if report.drafter != requested_arm.drafter:
             return
-        count = self._asked.setdefault(asked, _Asked())
-        differs = report.arm not in allowed
+        count = self._counts_by_arm.setdefault(requested_arm, _RequestedArm())
+        is_mismatch = report.arm not in allowed_arms
         count.steps += 1
-        count.share += (differs - count.share) / min(count.steps, _WINDOW_STEPS)
-        if differs:
-            count.other = report.gamma
+        count.mismatch_share += (is_mismatch - count.mismatch_share) / min(
+            count.steps, _WINDOW_STEPS
+        )
+        if is_mismatch:
+            count.last_mismatch_gamma = report.gamma
 
-    def _ask(
-        self, epoch: int, low: int, high: int, probe_id: int, size: int
+    def _requested_arms(
+        self, epoch: int, min_batch_size: int, max_batch_size: int, probe_id: int, batch_size: int
     ) -> tuple[Arm, frozenset[Arm]] | None:
         """Returns a plan's arm for a batch size, and its arms for all that may have been meant."""
         plan = self._plans.get(epoch)
         if plan is None:
             return None
-        rows = [row for row in plan.rows if row.max_batch_size >= low] or [plan.rows[-1]]
-        if not self._any_larger:
-            last = next((i for i, row in enumerate(rows) if row.max_batch_size >= high), len(rows))
-            rows = rows[: last + 1]
+        rows = [row for row in plan.rows if row.max_batch_size >= min_batch_size] or [plan.rows[-1]]
+        if not self._allow_larger_batch:
+            last_row = next(
+                (i for i, row in enumerate(rows) if row.max_batch_size >= max_batch_size), len(rows)
+            )
+            rows = rows[: last_row + 1]
         arms = {row.arm for row in rows}
-        asked = plan.row_for(size).arm
+        requested_arm = plan.row_for(batch_size).arm
         if probe_id:
             probes = [row.probe for row in rows if row.probe is not None]
             probe = next((probe for probe in probes if probe.probe_id == probe_id), None)
             if probe is None:
                 return None
-            asked = probe.arm
-            arms = {asked}
-        return asked, frozenset(arms)
+            requested_arm = probe.arm
+            arms = {requested_arm}
+        return requested_arm, frozenset(arms)
 
-    def found(self) -> list[OtherWidth]:
+    def find_mismatches(self) -> list[DraftLengthMismatch]:
         """Returns the arms that the engine does not follow, the longest draft length first."""
-        odd = [
-            OtherWidth(arm, count.other, count.share, min(count.steps, _WINDOW_STEPS))
-            for arm, count in self._asked.items()
-            if count.steps >= _WINDOW_STEPS and count.share > _DISOBEYED_SHARE
+        mismatches = [
+            DraftLengthMismatch(
+                arm,
+                count.last_mismatch_gamma,
+                count.mismatch_share,
+                min(count.steps, _WINDOW_STEPS),
+            )
+            for arm, count in self._counts_by_arm.items()
+            if count.steps >= _WINDOW_STEPS and count.mismatch_share > _MISMATCH_SHARE
         ]
-        return sorted(odd, key=lambda other: (other.arm.drafter, -other.arm.gamma))
+        return sorted(mismatches, key=lambda mismatch: (mismatch.arm.drafter, -mismatch.arm.gamma))
 
 
-def drafts_for_any(report: StepReport) -> bool:
+def has_drafted_row(report: StepReport) -> bool:
     """Returns whether a step had a row that allows drafting and whose request had not ended."""
-    return not report.groups or any(it.drafter and not it.ended for it in report.groups)
+    return not report.groups or any(group.drafter and not group.ended for group in report.groups)
 
 
 class EngineChecks:
-    """Holds the checks of one engine.  `observe`, `time` and `expect` update them.
+    """Holds the checks of one engine; `observe`, `observe_step_time`, `expect_plan` update them.
 
     acceptance: by drafter, for drafters with weights.
     """
@@ -299,29 +309,31 @@ class EngineChecks:
             for d in spec.drafters
             if d.kind not in WEIGHTLESS and d.gammas[-1]
         }
-        self._widths = WidthCheck(any_larger=spec.fingerprint.data_parallel_size > 1)
-        self._times = StepTimeCheck(spec.drafters)
+        self._draft_length_check = DraftLengthCheck(
+            allow_larger_batch=spec.fingerprint.data_parallel_size > 1
+        )
+        self._step_time_check = StepTimeCheck(spec.drafters)
 
-    def expect(self, plan: Plan) -> None:
+    def expect_plan(self, plan: Plan) -> None:
         """Records an issued plan."""
-        self._widths.expect(plan)
+        self._draft_length_check.expect_plan(plan)
 
-    def observe(self, report: StepReport, *, measured: bool) -> None:
-        """Adds a step.  measured: it ran under a measurement's load, whose text is not traffic."""
-        self._widths.observe(report)
-        if measured:
+    def observe(self, report: StepReport, *, is_measurement: bool) -> None:
+        """Adds a step.  is_measurement: its load was a measurement's, whose text is not traffic."""
+        self._draft_length_check.observe(report)
+        if is_measurement:
             return
         if report.flags.drafter_reset:
             self._forget_learner()
-        shown = report.shown if report.proposals else {}
+        proposal_counts = report.proposal_counts_by_drafter if report.proposals else {}
         for name, check in self.acceptance.items():
             if check.has_worked:
                 continue
             if name == report.drafter and report.gamma:
-                check.fold(*report.drafted)
-            elif name in shown:
-                check.fold(*shown[name])
-            check.pass_step()
+                check.observe(*report.drafted_counts)
+            elif name in proposal_counts:
+                check.observe(*proposal_counts[name])
+            check.count_step()
 
     def _forget_learner(self) -> None:
         """Restarts the check of the learner, whose weights were reset, unless it has worked."""
@@ -330,24 +342,31 @@ class EngineChecks:
         if check is not None and not check.has_worked:
             self.acceptance[learner.name] = AcceptanceCheck(learner.gammas[-1])
 
-    def time(self, report: StepReport, seconds: float) -> None:
+    def observe_step_time(self, report: StepReport, seconds: float) -> None:
         """Adds the seconds of a plain step, without the cost of a change of arm."""
-        self._times.observe(report, seconds)
+        self._step_time_check.observe(report, seconds)
 
-    def continue_from(self, before: "EngineChecks") -> None:
+    def continue_from(self, previous: "EngineChecks") -> None:
         """Adopts the acceptance checks of the engine's previous session if its spec is the same.
 
         If its fingerprint or a drafter differs, a drafter that worked before may no longer fit.
         """
-        ours, theirs = self.spec, before.spec
-        if (ours.fingerprint, ours.drafters) == (theirs.fingerprint, theirs.drafters):
-            self.acceptance = before.acceptance
+        current_spec, previous_spec = self.spec, previous.spec
+        if (current_spec.fingerprint, current_spec.drafters) == (
+            previous_spec.fingerprint,
+            previous_spec.drafters,
+        ):
+            self.acceptance = previous.acceptance
 
     def warnings(self) -> tuple[EngineWarning, ...]:
         """Returns the present warnings, in a fixed order."""
-        return (*self._rejected(), *map(_other_width, self._widths.found()), *self._flat())
+        return (
+            *self._acceptance_warnings(),
+            *map(_mismatch_warning, self._draft_length_check.find_mismatches()),
+            *self._step_time_warnings(),
+        )
 
-    def _rejected(self) -> Iterator[EngineWarning]:
+    def _acceptance_warnings(self) -> Iterator[EngineWarning]:
         for name, check in self.acceptance.items():
             if check.is_suspect:
                 yield EngineWarning(
@@ -359,28 +378,31 @@ class EngineChecks:
                     _NO_ACCEPTANCE_ADVICE,
                 )
 
-    def _flat(self) -> Iterator[EngineWarning]:
-        for flat in self._times.found():
+    def _step_time_warnings(self) -> Iterator[EngineWarning]:
+        for flat in self._step_time_check.find_flat_pairs():
             yield EngineWarning(
                 WarningKind.FLAT_STEP_TIME, flat.drafter, _flat_text(flat), _FLAT_ADVICE
             )
 
 
-def _other_width(other: OtherWidth) -> EngineWarning:
-    arm = other.arm
+def _mismatch_warning(mismatch: DraftLengthMismatch) -> EngineWarning:
+    arm = mismatch.arm
     return EngineWarning(
         WarningKind.OTHER_WIDTH,
         arm.drafter,
         f"the plan asks for {arm.drafter} gamma {arm.gamma}, the engine verifies gamma "
-        f"{other.verified}: {other.share:.0%} of the last {other.steps} such steps ran another "
+        f"{mismatch.verified_gamma}: {mismatch.mismatch_share:.0%} of the last {mismatch.steps} "
+        "such steps ran another "
         "draft length",
-        _OTHER_WIDTH_ADVICE,
+        _MISMATCH_ADVICE,
     )
 
 
 def _flat_text(flat: FlatStepTime) -> str:
     return (
-        f"a step of {flat.drafter} takes no longer at gamma {flat.long} than at gamma {flat.short} "
-        f"({flat.difference:+.1%} +- {flat.error:.1%}, {flat.pairs} pairs of steps in batches of "
+        f"a step of {flat.drafter} takes no longer at gamma {flat.long_gamma} than at gamma "
+        f"{flat.short_gamma} "
+        f"({flat.relative_difference:+.1%} +- {flat.standard_error:.1%}, {flat.step_pairs} pairs "
+        "of steps in batches of "
         f"up to {flat.batch_size})"
     )

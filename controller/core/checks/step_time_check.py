@@ -21,20 +21,20 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import StepReport
 
 # Maximum plain steps between two compared steps.
-_APART_STEPS = 500
+_MAX_DISTANCE_STEPS = 500
 # Maximum relative difference of context between two compared steps.
-_CONTEXT_APART = 0.1
+_MAX_CONTEXT_DIFFERENCE = 0.1
 # Steps over which a length's mean is taken, the minimum number for a comparison, and the steps
 # after a change that are compared with it.
 _MEAN_STEPS = 64
-_MEAN_LEAST = 4
+_MEAN_MIN_STEPS = 4
 _COMPARED_STEPS = 64
 # The number of latest batch sizes whose means are kept, and of arms for each: a step is compared
 # with all of them.
-_SIZES_KEPT = 64
-_ARMS_KEPT = 16
+_MAX_BATCH_SIZES = 64
+_MAX_ARMS_PER_SIZE = 16
 # The number of latest differences that are kept: of 17 octaves, all pairs of 16 draft lengths.
-_DIFFERENCES_KEPT = 2048
+_MAX_DIFFERENCES = 2048
 # Bound on one comparison in log seconds: an outlier is not caused by the draft length.
 _DIFFERENCE_MAX = 0.25
 # Weight factor of a comparison: several use the same mean, and changes back and forth use the same
@@ -42,62 +42,63 @@ _DIFFERENCE_MAX = 0.25
 _COMPARISON_WEIGHT = 0.5
 # Minimum weight (independent pairs of steps) and visits of an arm for a verdict, and the maximum
 # weight, so that a verdict can change.
-_WEIGHT_LEAST = 10.0
-_VISITS_LEAST = 10
-_WEIGHT_MOST = 500.0
+_MIN_WEIGHT = 10.0
+_MIN_VISITS = 10
+_MAX_WEIGHT = 500.0
 # Two lengths cost the same if, at three standard errors, their difference in log seconds is below
 # this per token, and below that in total.  One pass of the smallest drafter (a layer and the output
 # head, with a target of 80 layers) takes more than 1 % of a step.
 _SAME_PER_TOKEN = 0.005
-_SAME_MOST = 0.02
+_SAME_MAX = 0.02
 _STANDARD_ERRORS = 3.0
 # Lengths closer than this may take equally long: a drafter that keeps in step with the target runs
 # one pass even at gamma = 0.
-_LENGTHS_APART = 2
+_MIN_LENGTH_DIFFERENCE = 2
 
 _SERIAL = frozenset({DrafterKind.MTP, DrafterKind.STANDALONE})
 # A lookup costs almost nothing, and a mixture depends on its parts.
-_COSTLY = _SERIAL | {DrafterKind.DFLASH}
+_TIMED_KINDS = _SERIAL | {DrafterKind.DFLASH}
 
 
 @dataclass(slots=True)
-class _Recent:
-    """Holds means over the latest steps of one arm at one batch size.  at: the last step.
+class _RecentMean:
+    """Holds means over the latest steps of one arm at one batch size.  last_step: the last step.
 
-    log_seconds: mean over `steps` steps.  compared: steps compared with this mean in `visit`.
+    log_seconds: mean over `steps` steps.  compared_steps: steps compared with this mean in
+    `compared_visit`.
     """
 
-    at: int
-    context: float
+    last_step: int
+    context_tokens: float
     log_seconds: float
     steps: int = 1
-    visit: int = -1
-    compared: int = 0
+    compared_visit: int = -1
+    compared_steps: int = 0
 
-    def weigh(self, visit: int) -> float:
+    def comparison_weight(self, visit: int) -> float:
         """Returns the additional weight of one more comparison in a visit.
 
         n steps compared with a mean of m steps are worth n m / (n + m) pairs.
         """
-        if visit != self.visit:
-            self.visit, self.compared = visit, 0
-        self.compared += 1
-        n, m = self.compared, self.steps
+        if visit != self.compared_visit:
+            self.compared_visit, self.compared_steps = visit, 0
+        self.compared_steps += 1
+        n, m = self.compared_steps, self.steps
         return _COMPARISON_WEIGHT * m * (n / (n + m) - (n - 1) / (n - 1 + m))
 
 
 @dataclass(slots=True)
-class _Difference:
+class _LogTimeDifference:
     """Holds the weighted mean of log seconds, long minus short length, over visits of an arm.
 
     Errors of one visit's steps are correlated if a machine is slow for a while, so a visit is one
-    observation.  squares: sum of w^2 d^2, for a visit's weight w and its deviation d from the mean.
-    The open visit is not included.
+    observation.  square_sum: sum of w^2 d^2, for a visit's weight w and its deviation d from the
+    mean. The open visit is not included.
     """
 
     weight: float = 0.0
     mean: float = 0.0
-    squares: float = 0.0
+    square_sum: float = 0.0
     visits: int = 0
     _visit: int = -1
     _visit_weight: float = 0.0
@@ -107,44 +108,45 @@ class _Difference:
         """Adds a value of a visit; consecutive values of one visit count as their mean."""
         if visit != self._visit:
             if self._visit_weight:
-                self._close()
+                self._close_visit()
             self._visit, self._visit_weight, self._visit_mean = visit, 0.0, 0.0
         self._visit_weight += weight
         self._visit_mean += (value - self._visit_mean) * weight / self._visit_weight
 
-    def _close(self) -> None:
-        weight, apart = self._visit_weight, self._visit_mean - self.mean
+    def _close_visit(self) -> None:
+        weight, deviation = self._visit_weight, self._visit_mean - self.mean
         self.visits += 1
         self.weight += weight
-        self.mean += apart * weight / self.weight
-        self.squares += weight**2 * apart * (self._visit_mean - self.mean)
-        if self.weight > _WEIGHT_MOST:
-            self.squares *= (_WEIGHT_MOST / self.weight) ** 2
-            self.weight = _WEIGHT_MOST
+        self.mean += deviation * weight / self.weight
+        self.square_sum += weight**2 * deviation * (self._visit_mean - self.mean)
+        if self.weight > _MAX_WEIGHT:
+            self.square_sum *= (_MAX_WEIGHT / self.weight) ** 2
+            self.weight = _MAX_WEIGHT
 
     @property
-    def error(self) -> float:
+    def standard_error(self) -> float:
         """Returns the standard error of the mean.
 
         Changes back and forth count the same steps twice; the comparison weight corrects for this.
         """
-        return math.sqrt(max(self.squares, 0.0) / _COMPARISON_WEIGHT) / self.weight
+        return math.sqrt(max(self.square_sum, 0.0) / _COMPARISON_WEIGHT) / self.weight
 
 
 @dataclass(frozen=True, slots=True)
 class FlatStepTime:
-    """Reports that a drafter's `long` draft costs no more than its `short` one.
+    """Reports that a drafter's `long_gamma` draft costs no more than its `short_gamma` one.
 
-    difference: of the step times, relative to the shorter length's; error: its standard error.
-    pairs: number of independent pairs of steps.  batch_size: the largest one of their octave.
+    relative_difference: of the step times, relative to the shorter length's; error: its standard
+    error. step_pairs: number of independent pairs of steps.  batch_size: the largest one of their
+    octave.
     """
 
     drafter: str
-    short: int
-    long: int
-    difference: float
-    error: float
-    pairs: int
+    short_gamma: int
+    long_gamma: int
+    relative_difference: float
+    standard_error: float
+    step_pairs: int
     batch_size: int
 
 
@@ -152,109 +154,132 @@ class StepTimeCheck:
     """Compares the step times of one engine's draft lengths."""
 
     def __init__(self, drafters: tuple[DrafterSpec, ...]) -> None:
-        self._kinds = {d.name: d.kind for d in drafters if d.kind in _COSTLY}
+        self._kinds = {d.name: d.kind for d in drafters if d.kind in _TIMED_KINDS}
         # By batch size and arm.
-        self._recent: OrderedDict[int, dict[Arm, _Recent]] = OrderedDict()
+        self._recent_means: OrderedDict[int, dict[Arm, _RecentMean]] = OrderedDict()
         # In order of the last addition.
-        self._differences: OrderedDict[tuple[str, int, int, int], _Difference] = OrderedDict()
+        self._differences: OrderedDict[tuple[str, int, int, int], _LogTimeDifference] = (
+            OrderedDict()
+        )
         self._steps = self._visit = 0
-        self._last: Arm | None = None
+        self._last_arm: Arm | None = None
 
     def observe(self, report: StepReport, seconds: float) -> None:
         """Adds a plain step.  seconds: without the cost of a change of arm."""
         if report.drafter not in self._kinds or report.groups:
             return
         self._steps += 1
-        arm, size = report.arm, report.batch_size
-        if arm != self._last:
-            self._last = arm
+        arm, batch_size = report.arm, report.batch_size
+        if arm != self._last_arm:
+            self._last_arm = arm
             self._visit += 1
-        context, log_seconds = report.kv_tokens / size, math.log(seconds)
-        recent = self._at(size)
-        if len(recent) > 1 or arm not in recent:
-            self._compare(recent, arm, size, context, log_seconds)
-        own = recent.get(arm)
-        if own is None or not self._fits(own, context):
-            recent[arm] = _Recent(self._steps, context, log_seconds)
-            if len(recent) > _ARMS_KEPT:
-                del recent[min(recent, key=lambda known: recent[known].at)]
+        context, log_seconds = report.kv_tokens / batch_size, math.log(seconds)
+        recent_means = self._recent_means_for(batch_size)
+        if len(recent_means) > 1 or arm not in recent_means:
+            self._compare(recent_means, arm, batch_size, context, log_seconds)
+        own_mean = recent_means.get(arm)
+        if own_mean is None or not self._is_comparable(own_mean, context):
+            recent_means[arm] = _RecentMean(self._steps, context, log_seconds)
+            if len(recent_means) > _MAX_ARMS_PER_SIZE:
+                del recent_means[
+                    min(recent_means, key=lambda candidate: recent_means[candidate].last_step)
+                ]
             return
-        own.at = self._steps
-        own.steps = min(own.steps + 1, _MEAN_STEPS)
-        own.log_seconds += (log_seconds - own.log_seconds) / own.steps
-        own.context += (context - own.context) / own.steps
+        own_mean.last_step = self._steps
+        own_mean.steps = min(own_mean.steps + 1, _MEAN_STEPS)
+        own_mean.log_seconds += (log_seconds - own_mean.log_seconds) / own_mean.steps
+        own_mean.context_tokens += (context - own_mean.context_tokens) / own_mean.steps
 
-    def _at(self, size: int) -> dict[Arm, _Recent]:
-        recent = self._recent.get(size)
-        if recent is None:
-            recent = self._recent[size] = {}
-            if len(self._recent) > _SIZES_KEPT:
-                self._recent.popitem(last=False)
+    def _recent_means_for(self, batch_size: int) -> dict[Arm, _RecentMean]:
+        recent_means = self._recent_means.get(batch_size)
+        if recent_means is None:
+            recent_means = self._recent_means[batch_size] = {}
+            if len(self._recent_means) > _MAX_BATCH_SIZES:
+                self._recent_means.popitem(last=False)
         else:
-            self._recent.move_to_end(size)
-        return recent
+            self._recent_means.move_to_end(batch_size)
+        return recent_means
 
     def _compare(
-        self, recent: dict[Arm, _Recent], arm: Arm, size: int, context: float, log_seconds: float
+        self,
+        recent_means: dict[Arm, _RecentMean],
+        arm: Arm,
+        batch_size: int,
+        context: float,
+        log_seconds: float,
     ) -> None:
-        for other, mean in list(recent.items()):
-            if other == arm or other.drafter != arm.drafter or mean.steps < _MEAN_LEAST:
+        for other_arm, mean in list(recent_means.items()):
+            if other_arm == arm or other_arm.drafter != arm.drafter or mean.steps < _MEAN_MIN_STEPS:
                 continue
-            if not self._fits(mean, context):
-                del recent[other]
-            elif mean.visit != self._visit or mean.compared < _COMPARED_STEPS:
-                apart = log_seconds - mean.log_seconds
-                if other.gamma > arm.gamma:
-                    apart = -apart
-                self._add(arm, other.gamma, size, apart, mean.weigh(self._visit))
+            if not self._is_comparable(mean, context):
+                del recent_means[other_arm]
+            elif mean.compared_visit != self._visit or mean.compared_steps < _COMPARED_STEPS:
+                log_difference = log_seconds - mean.log_seconds
+                if other_arm.gamma > arm.gamma:
+                    log_difference = -log_difference
+                self._add_difference(
+                    arm,
+                    other_arm.gamma,
+                    batch_size,
+                    log_difference,
+                    mean.comparison_weight(self._visit),
+                )
 
-    def _fits(self, mean: _Recent, context: float) -> bool:
+    def _is_comparable(self, mean: _RecentMean, context: float) -> bool:
         """Returns whether a step with this context can be compared with, or added to, a mean."""
-        apart = abs(mean.context - context)
-        return self._steps - mean.at <= _APART_STEPS and apart <= _CONTEXT_APART * max(context, 1.0)
+        context_difference = abs(mean.context_tokens - context)
+        return (
+            self._steps - mean.last_step <= _MAX_DISTANCE_STEPS
+            and context_difference <= _MAX_CONTEXT_DIFFERENCE * max(context, 1.0)
+        )
 
-    def _add(self, arm: Arm, other: int, size: int, apart: float, weight: float) -> None:
-        short, long = sorted((arm.gamma, other))
-        if not self._can_tell(arm.drafter, short, long):
+    def _add_difference(
+        self, arm: Arm, other_gamma: int, batch_size: int, log_difference: float, weight: float
+    ) -> None:
+        short_gamma, long_gamma = sorted((arm.gamma, other_gamma))
+        if not self._must_differ(arm.drafter, short_gamma, long_gamma):
             return
-        key = (arm.drafter, octave_of(size), short, long)
-        difference = self._differences.setdefault(key, _Difference())
+        key = (arm.drafter, octave_of(batch_size), short_gamma, long_gamma)
+        difference = self._differences.setdefault(key, _LogTimeDifference())
         self._differences.move_to_end(key)
-        if len(self._differences) > _DIFFERENCES_KEPT:
+        if len(self._differences) > _MAX_DIFFERENCES:
             self._differences.popitem(last=False)
-        bounded = min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, apart))
+        bounded = min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, log_difference))
         difference.add(bounded, weight, self._visit)
 
-    def _can_tell(self, drafter: str, short: int, long: int) -> bool:
+    def _must_differ(self, drafter: str, short_gamma: int, long_gamma: int) -> bool:
         """Returns whether two draft lengths of a drafter must differ."""
         # A block drafter drafts the same block for every length but 0.
         is_block = self._kinds[drafter] is DrafterKind.DFLASH
-        return long - short >= _LENGTHS_APART and not (short and is_block)
+        return long_gamma - short_gamma >= _MIN_LENGTH_DIFFERENCE and not (short_gamma and is_block)
 
-    def found(self) -> list[FlatStepTime]:
+    def find_flat_pairs(self) -> list[FlatStepTime]:
         """Returns for each drafter at most one pair with gamma = 0, then one without it."""
-        found: dict[tuple[str, bool], FlatStepTime] = {}
-        for flat in self._flat():
-            kind = (flat.drafter, flat.short == 0)
-            if kind not in found or _weight(flat) > _weight(found[kind]):
-                found[kind] = flat
-        return sorted(found.values(), key=lambda flat: (flat.drafter, flat.short))
+        strongest: dict[tuple[str, bool], FlatStepTime] = {}
+        for flat in self._iterate_flat_pairs():
+            kind = (flat.drafter, flat.short_gamma == 0)
+            if kind not in strongest or _finding_strength(flat) > _finding_strength(
+                strongest[kind]
+            ):
+                strongest[kind] = flat
+        return sorted(strongest.values(), key=lambda flat: (flat.drafter, flat.short_gamma))
 
-    def _flat(self) -> Iterator[FlatStepTime]:
-        for (drafter, octave, short, long), known in self._differences.items():
-            if known.weight < _WEIGHT_LEAST or known.visits < _VISITS_LEAST:
+    def _iterate_flat_pairs(self) -> Iterator[FlatStepTime]:
+        for (drafter, octave, short_gamma, long_gamma), difference in self._differences.items():
+            if difference.weight < _MIN_WEIGHT or difference.visits < _MIN_VISITS:
                 continue
-            same = min(_SAME_MOST, _SAME_PER_TOKEN * (long - short))
-            room = _STANDARD_ERRORS * known.error
+            max_same_difference = min(_SAME_MAX, _SAME_PER_TOKEN * (long_gamma - short_gamma))
+            error_margin = _STANDARD_ERRORS * difference.standard_error
             # A step without drafts must be faster; for two drafts either direction counts.
-            apart = known.mean if short == 0 else abs(known.mean)
-            if apart + room < same:
+            distance = difference.mean if short_gamma == 0 else abs(difference.mean)
+            if distance + error_margin < max_same_difference:
                 yield FlatStepTime(
-                    drafter, short, long, math.expm1(known.mean), known.error,
-                    round(known.weight), 1 << octave,
+                    drafter, short_gamma, long_gamma, math.expm1(difference.mean),
+                    difference.standard_error,
+                    round(difference.weight), 1 << octave,
                 )  # fmt: skip
 
 
-def _weight(flat: FlatStepTime) -> tuple[int, int]:
+def _finding_strength(flat: FlatStepTime) -> tuple[int, int]:
     """Returns a sort key: pairs with a larger difference of lengths are stronger evidence."""
-    return flat.long - flat.short, flat.pairs
+    return flat.long_gamma - flat.short_gamma, flat.step_pairs

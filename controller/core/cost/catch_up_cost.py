@@ -16,15 +16,15 @@ from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 # The estimate's memory, in wake-ups.
-_WAKINGS = 50.0
+_MEMORY_WAKE_UPS = 50.0
 # The weight of the initial price of a token, in missed tokens; it fades like a wake-up.
 _PRIOR_TOKENS = 1000.0
 # The weight of a fixed part of 0, in wake-ups.  It does not fade, because similar wake-ups show
 # only the sum of both parts.
-_PLAIN_WAKINGS = 4.0
+_PRIOR_WAKE_UPS = 4.0
 
 
-@recorded("drafter_backlog", "_backlog _asleep _slept_steps")
+@recorded("drafter_backlog", "_slept_steps", backlog="_missed_tokens", asleep="_must_track")
 class DrafterBacklog:
     """Counts the missed tokens by drafter.  One object per engine.
 
@@ -39,68 +39,78 @@ class DrafterBacklog:
     def __init__(
         self,
         drafters: Sequence[str],
-        able: Capabilities,
-        together: Mapping[str, Collection[str]] | None = None,
+        capabilities: Capabilities,
+        in_sync: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self._backlog = dict.fromkeys(drafters, 0.0)
-        self._together = {name: (together or {}).get(name, (name,)) for name in drafters}
-        self.use(able)
-        self._apart = len(self._backlog) > 1 and not able.drafters_follow
+        self._missed_tokens = dict.fromkeys(drafters, 0.0)
+        self._in_sync = {name: (in_sync or {}).get(name, (name,)) for name in drafters}
+        self.use_capabilities(capabilities)
+        self._are_separate = len(self._missed_tokens) > 1 and not capabilities.drafters_follow
         # If all drafters follow the stream and have missed nothing, steps need no accounting.
-        self._asleep = self._apart
+        self._must_track = self._are_separate
         self._slept_steps = 0
 
-    def use(self, able: Capabilities) -> None:
+    def use_capabilities(self, capabilities: Capabilities) -> None:
         """Updates the engine's capabilities."""
-        self._can_sleep = able.can_sleep
-        self._most_steps = able.catch_up_steps
+        self._can_sleep = capabilities.can_sleep
+        self._catch_up_steps = capabilities.catch_up_steps
 
     @property
-    def now(self) -> Mapping[str, float]:
+    def missed_tokens(self) -> Mapping[str, float]:
         """Missed tokens by drafter."""
-        return self._backlog
+        return self._missed_tokens
 
     def observe(self, report: StepReport) -> float:
         """Adds a step; returns the tokens that its drafter had to read first, usually 0."""
-        if report.gamma > 0 and not self._asleep:
+        if report.gamma > 0 and not self._must_track:
             return 0.0
-        gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
-        runs = report.gamma > 0 or not self._can_sleep
-        self._asleep = self._apart or not runs
-        if runs:
+        generated_tokens = report.batch_size + sum(
+            k * n for k, n in enumerate(report.accepted_counts)
+        )
+        drafter_runs = report.gamma > 0 or not self._can_sleep
+        self._must_track = self._are_separate or not drafter_runs
+        if drafter_runs:
             self._slept_steps = 0
-        elif self._slept_steps == self._most_steps > 0:
+        elif self._slept_steps == self._catch_up_steps > 0:
             self._slept_steps = 1
-            self._backlog = dict.fromkeys(self._backlog, 0.0)
+            self._missed_tokens = dict.fromkeys(self._missed_tokens, 0.0)
         else:
             self._slept_steps += 1
-        behind = min(self._backlog[report.drafter], float(report.kv_tokens))
-        together = self._together[report.drafter]
-        for name, backlog in self._backlog.items():
-            if not runs or (self._apart and name not in together):
-                self._backlog[name] = backlog + gained
+        missed_tokens = min(self._missed_tokens[report.drafter], float(report.kv_tokens))
+        in_sync = self._in_sync[report.drafter]
+        for name, drafter_backlog in self._missed_tokens.items():
+            if not drafter_runs or (self._are_separate and name not in in_sync):
+                self._missed_tokens[name] = drafter_backlog + generated_tokens
             elif report.gamma > 0:
-                self._backlog[name] = 0.0
-        return behind if runs and report.gamma > 0 else 0.0
+                self._missed_tokens[name] = 0.0
+        return missed_tokens if drafter_runs and report.gamma > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpPrice:
     """Holds the cost of waking a drafter, in seconds.
 
-    now: of the cheapest wake-up now.  fixed: of any wake-up.  per_token: of each missed token.
+    cheapest_seconds: of the cheapest wake-up now.  fixed_seconds: of any wake-up.
+    seconds_per_token: of each missed token.
     """
 
-    now: float
-    fixed: float
-    per_token: float
+    cheapest_seconds: float
+    fixed_seconds: float
+    seconds_per_token: float
 
 
 @recorded(
     "catch_up",
-    "_backlog _fixed _kv_tokens _batch_size _rate _wakings _tokens _squares _seconds _products",
+    "_backlog _kv_tokens _batch_size",
+    fixed="_fixed_seconds",
+    rate="_seconds_per_token",
+    wakings="_wake_ups",
+    tokens="_token_sum",
+    squares="_token_square_sum",
+    seconds="_seconds_sum",
+    products="_product_sum",
 )
-class CatchUp:
+class CatchUpEstimator:
     """Tracks each drafter's backlog and the cost of reading it.  One object per engine.
 
     The price is a least-squares line, excess seconds over missed tokens, with a ridge penalty on
@@ -111,34 +121,40 @@ class CatchUp:
         self,
         drafters: Sequence[str],
         seconds_per_token: float,
-        able: Capabilities,
-        together: Mapping[str, Collection[str]] | None = None,
+        capabilities: Capabilities,
+        in_sync: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self._backlog = DrafterBacklog(drafters, able, together)
+        self._backlog = DrafterBacklog(drafters, capabilities, in_sync)
         # From the last report.
         self._kv_tokens, self._batch_size = 0, 1
-        self.use(seconds_per_token)
+        self.restart_from_price(seconds_per_token)
 
-    def use(self, seconds_per_token: float) -> None:
+    def restart_from_price(self, seconds_per_token: float) -> None:
         """Restarts from a measured cost of a token."""
-        self._fixed, self._rate = 0.0, seconds_per_token
-        self._wakings = self._tokens = self._seconds = 0.0
-        self._squares = _PRIOR_TOKENS**2
-        self._products = self._squares * seconds_per_token
+        self._fixed_seconds, self._seconds_per_token = 0.0, seconds_per_token
+        self._wake_ups = self._token_sum = self._seconds_sum = 0.0
+        self._token_square_sum = _PRIOR_TOKENS**2
+        self._product_sum = self._token_square_sum * seconds_per_token
 
-    def use_capabilities(self, able: Capabilities) -> None:
+    def use_capabilities(self, capabilities: Capabilities) -> None:
         """Updates the engine's capabilities."""
-        self._backlog.use(able)
+        self._backlog.use_capabilities(capabilities)
 
     @property
     def price(self) -> CatchUpPrice:
         """The present estimates, with the cheapest wake-up of all drafters."""
-        return CatchUpPrice(min(self.seconds().values()), self._fixed, self._rate)
+        return CatchUpPrice(
+            min(self.seconds_by_drafter().values()), self._fixed_seconds, self._seconds_per_token
+        )
 
-    def seconds_of(self, drafter: str) -> float:
+    def predict_seconds(self, drafter: str) -> float:
         """Returns the extra seconds of the next step if this drafter has to catch up in it."""
-        backlog = self._backlog.now[drafter]
-        return self._fixed + self._rate * min(backlog, self._kv_tokens) if backlog else 0.0
+        missed_tokens = self._backlog.missed_tokens[drafter]
+        return (
+            self._fixed_seconds + self._seconds_per_token * min(missed_tokens, self._kv_tokens)
+            if missed_tokens
+            else 0.0
+        )
 
     def observe(self, report: StepReport, expected_seconds: float) -> bool:
         """Adds a step; True if it woke a drafter, so that it was not a plain step.
@@ -146,47 +162,55 @@ class CatchUp:
         expected_seconds: of a plain step of this shape.
         """
         self._kv_tokens, self._batch_size = report.kv_tokens, report.batch_size
-        behind = self._backlog.observe(report)
-        if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
-            excess = report.step_seconds - expected_seconds
+        missed_tokens = self._backlog.observe(report)
+        if missed_tokens > 0 and not (report.flags.after_gap or report.flags.first_use):
+            excess_seconds = report.step_seconds - expected_seconds
             # One outlier must not make wake-ups look expensive for the next fifty, but reading many
             # tokens may take as long as several plain steps.
-            plain = max(4.0, behind / (4 * report.batch_size))
-            excess = min(excess, plain * expected_seconds)
-            self._learn(excess, behind)
-        return behind > 0
+            max_plain_steps = max(4.0, missed_tokens / (4 * report.batch_size))
+            excess_seconds = min(excess_seconds, max_plain_steps * expected_seconds)
+            self._update_price(excess_seconds, missed_tokens)
+        return missed_tokens > 0
 
-    def _learn(self, excess: float, behind: float) -> None:
-        keep = 1 - 1 / _WAKINGS
-        self._wakings = keep * self._wakings + 1
-        self._tokens = keep * self._tokens + behind
-        self._squares = keep * self._squares + behind * behind
-        self._seconds = keep * self._seconds + excess
-        self._products = keep * self._products + excess * behind
-        wakings = self._wakings + _PLAIN_WAKINGS
-        spread = wakings * self._squares - self._tokens**2
-        rate = (wakings * self._products - self._tokens * self._seconds) / spread
-        self._rate = max(0.0, rate)
-        self._fixed = (self._seconds - self._rate * self._tokens) / wakings
-        if self._fixed < 0.0:
-            self._fixed, self._rate = 0.0, max(0.0, self._products / self._squares)
+    def _update_price(self, excess_seconds: float, missed_tokens: float) -> None:
+        kept_share = 1 - 1 / _MEMORY_WAKE_UPS
+        self._wake_ups = kept_share * self._wake_ups + 1
+        self._token_sum = kept_share * self._token_sum + missed_tokens
+        self._token_square_sum = kept_share * self._token_square_sum + missed_tokens * missed_tokens
+        self._seconds_sum = kept_share * self._seconds_sum + excess_seconds
+        self._product_sum = kept_share * self._product_sum + excess_seconds * missed_tokens
+        wake_ups = self._wake_ups + _PRIOR_WAKE_UPS
+        determinant = wake_ups * self._token_square_sum - self._token_sum**2
+        seconds_per_token = (
+            wake_ups * self._product_sum - self._token_sum * self._seconds_sum
+        ) / determinant
+        self._seconds_per_token = max(0.0, seconds_per_token)
+        self._fixed_seconds = (
+            self._seconds_sum - self._seconds_per_token * self._token_sum
+        ) / wake_ups
+        if self._fixed_seconds < 0.0:
+            self._fixed_seconds, self._seconds_per_token = (
+                0.0,
+                max(0.0, self._product_sum / self._token_square_sum),
+            )
 
-    def seconds(self) -> Mapping[str, float]:
-        """Returns `seconds_of` each drafter."""
-        return {name: self.seconds_of(name) for name in self._backlog.now}
+    def seconds_by_drafter(self) -> Mapping[str, float]:
+        """Returns `predict_seconds` each drafter."""
+        return {name: self.predict_seconds(name) for name in self._backlog.missed_tokens}
 
-    def by_batch(
-        self, sizes: NDArray[np.float64], context: NDArray[np.float64]
+    def seconds_by_batch(
+        self, sizes: NDArray[np.float64], context_tokens: NDArray[np.float64]
     ) -> Mapping[str, NDArray[np.float64]]:
         """Returns the same, [buckets], if the next step has another batch size.
 
-        sizes, context: [buckets], sequences, and tokens per sequence.  The next batch may still
-        contain the present requests, so the longer of the two contexts counts.
+        sizes, context_tokens: [buckets], sequences, and tokens per sequence.  The next batch may
+        still contain the present requests, so the longer of the two contexts counts.
         """
-        tokens = sizes * np.maximum(context, self._kv_tokens / self._batch_size)
+        batch_tokens = sizes * np.maximum(context_tokens, self._kv_tokens / self._batch_size)
         return {
-            name: self._fixed + self._rate * np.minimum(backlog, tokens)
-            if backlog
+            name: self._fixed_seconds
+            + self._seconds_per_token * np.minimum(missed_tokens, batch_tokens)
+            if missed_tokens
             else np.zeros(len(sizes))
-            for name, backlog in self._backlog.now.items()
+            for name, missed_tokens in self._backlog.missed_tokens.items()
         }

@@ -11,29 +11,29 @@ from controller.core.step_report import StepReport
 
 # Memory of an average of contexts in steps; idle steps until it adapts quickly, and until it fades.
 _CONTEXT_STEPS = 20.0
-_ADAPTS_STEPS = 100.0
-_FADES_STEPS = 2000.0
+_ADAPT_AFTER_STEPS = 100.0
+_FADE_STEPS = 2000.0
 # Octaves between batch sizes over which nearness falls to a third.
 _NEAR_OCTAVES = 0.5
 # The weight of the neighbours' mean, in steps.
-_LEANING = 0.02
+_NEIGHBOUR_WEIGHT = 0.02
 # The weight of the mean over all batch sizes.
-_LEAST = 1e-3
+_OVERALL_WEIGHT = 1e-3
 # Memory of the price of prompts, in steps with prompt tokens; of their number, in all steps.
-_PRICED_STEPS = 64.0
-_PROMPT_STEPS = 256.0
+_PREFILL_MEMORY_STEPS = 64.0
+_PROMPT_MEMORY_STEPS = 256.0
 # Memory of the price of a switch, in switches, and the weight of the initial price of 0.
-_SWITCHES = 50.0
-_FREE_SWITCHES = 4.0
+_MEMORY_SWITCHES = 50.0
+_PRIOR_SWITCHES = 4.0
 # One outlier must not make switching look expensive for the next fifty switches.
-_EXCESS_MAX = 2.0
+_EXCESS_MAX_STEPS = 2.0
 # The price is known after this many switches.  After this many skipped switched steps in a row, a
 # step is used with its switch.
-_KNOWN = 8.0
+_KNOWN_SWITCHES = 8.0
 _SKIPPED_MAX = 4
 
 
-@recorded("context_by_batch", "mean _means _steps _seen _weights")
+@recorded("context_by_batch", "_means _steps _weights", mean="mean_tokens", seen="_last_steps")
 class ContextByBatch:
     """Estimates the context of a sequence by batch size, as small batches may have long contexts.
 
@@ -45,45 +45,51 @@ class ContextByBatch:
     that was not used for a while adapts quickly when its batch size returns, and loses weight
     slowly until then.
 
-    buckets: ascending batch sizes.  start: tokens, before any step.  mean: tokens per sequence,
-    over all batch sizes.
+    buckets: ascending batch sizes.  start: tokens, before any step.  mean_tokens: tokens per
+    sequence, over all batch sizes.
     """
 
     def __init__(self, buckets: Sequence[int], start: float) -> None:
         octaves = np.log2(np.asarray(buckets, dtype=np.float64))
-        near = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _NEAR_OCTAVES)
-        np.fill_diagonal(near, 0.0)
-        self._near = near
-        self.mean = start
+        nearness = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _NEAR_OCTAVES)
+        np.fill_diagonal(nearness, 0.0)
+        self._nearness = nearness
+        self.mean_tokens = start
         # Plain lists: each step reads and writes one entry.
         self._means = [start] * len(buckets)
         self._weights = [0.0] * len(buckets)
-        self._seen = [0] * len(buckets)
+        self._last_steps = [0] * len(buckets)
         self._steps = 0
 
     def observe(self, bucket: int, kv_per_sequence: float) -> None:
         """Adds a step.  kv_per_sequence: mean context of its sequences, in tokens."""
         self._steps += 1
-        self.mean += (kv_per_sequence - self.mean) / min(_CONTEXT_STEPS, float(self._steps))
-        idle = self._steps - self._seen[bucket] - 1
-        weight = self._weights[bucket] * math.exp(-idle / _ADAPTS_STEPS)
+        self.mean_tokens += (kv_per_sequence - self.mean_tokens) / min(
+            _CONTEXT_STEPS, float(self._steps)
+        )
+        idle_steps = self._steps - self._last_steps[bucket] - 1
+        weight = self._weights[bucket] * math.exp(-idle_steps / _ADAPT_AFTER_STEPS)
         weight = min(weight + 1, _CONTEXT_STEPS)
         self._means[bucket] += (kv_per_sequence - self._means[bucket]) / weight
         self._weights[bucket] = weight
-        self._seen[bucket] = self._steps
+        self._last_steps[bucket] = self._steps
 
     def by_bucket(self) -> NDArray[np.float64]:
         """Returns [buckets], tokens per sequence."""
         means = np.array(self._means)
         if self._steps == 0:
             return means
-        idle = self._steps - np.array(self._seen)
-        weights = np.array(self._weights) * np.exp(idle / -_FADES_STEPS)
+        idle_steps = self._steps - np.array(self._last_steps)
+        weights = np.array(self._weights) * np.exp(idle_steps / -_FADE_STEPS)
         totals = weights * means
         # Where no near bucket has steps, the overall mean is used.
-        others = (self._near @ totals + _LEAST * self.mean) / (self._near @ weights + _LEAST)
-        found: NDArray[np.float64] = (totals + _LEANING * others) / (weights + _LEANING)
-        return found
+        neighbour_means = (self._nearness @ totals + _OVERALL_WEIGHT * self.mean_tokens) / (
+            self._nearness @ weights + _OVERALL_WEIGHT
+        )
+        context_tokens: NDArray[np.float64] = (totals + _NEIGHBOUR_WEIGHT * neighbour_means) / (
+            weights + _NEIGHBOUR_WEIGHT
+        )
+        return context_tokens
 
 
 @recorded("prefill_price", "_seconds _tokens _mean_tokens")
@@ -102,25 +108,25 @@ class PrefillPrice:
 
     def observe(self, tokens: int, step_seconds: float, expected_seconds: float) -> None:
         """Adds a step with prompt tokens.  expected_seconds: of its decoding alone."""
-        keep = 1 - 1 / _PRICED_STEPS
-        self._seconds = keep * self._seconds + max(step_seconds - expected_seconds, 0.0)
-        self._tokens = keep * self._tokens + tokens
+        kept_share = 1 - 1 / _PREFILL_MEMORY_STEPS
+        self._seconds = kept_share * self._seconds + max(step_seconds - expected_seconds, 0.0)
+        self._tokens = kept_share * self._tokens + tokens
 
-    def count(self, tokens: int) -> None:
+    def count_prompt_tokens(self, tokens: int) -> None:
         """Counts the prompt tokens of any step, 0 for most."""
-        self._mean_tokens += (tokens - self._mean_tokens) / _PROMPT_STEPS
+        self._mean_tokens += (tokens - self._mean_tokens) / _PROMPT_MEMORY_STEPS
 
-    def seconds_of(self, tokens: float) -> float:
+    def predict_seconds(self, tokens: float) -> float:
         """Returns the seconds that this many prompt tokens add to a step."""
         return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
     @property
-    def seconds_a_step(self) -> float:
+    def mean_seconds_per_step(self) -> float:
         """Returns the mean seconds that prompts add to a step, over recent steps."""
-        return self.seconds_of(self._mean_tokens)
+        return self.predict_seconds(self._mean_tokens)
 
 
-@recorded("switch_price", "_mean _switches _skipped")
+@recorded("switch_price", "_switches _skipped", mean="_mean_seconds")
 class SwitchPrice:
     """Estimates the cost of a change of arm: the excess seconds of the first step after it.
 
@@ -130,34 +136,34 @@ class SwitchPrice:
     """
 
     def __init__(self) -> None:
-        self._mean = 0.0
-        self._switches = _FREE_SWITCHES
+        self._mean_seconds = 0.0
+        self._switches = _PRIOR_SWITCHES
         # Switched steps that were skipped since the last plain one.
         self._skipped = 0
 
     @property
     def seconds(self) -> float:
         """Returns the price of a switch, in seconds."""
-        return max(0.0, self._mean)
+        return max(0.0, self._mean_seconds)
 
     def observe(self, step_seconds: float, expected_seconds: float) -> None:
         """Adds a switched step.  expected_seconds: of a plain step of this shape."""
-        most = _EXCESS_MAX * expected_seconds
-        excess = max(-most, min(most, step_seconds - expected_seconds))
-        self._switches = min(self._switches + 1, _SWITCHES)
-        self._mean += (excess - self._mean) / self._switches
+        max_excess = _EXCESS_MAX_STEPS * expected_seconds
+        excess_seconds = max(-max_excess, min(max_excess, step_seconds - expected_seconds))
+        self._switches = min(self._switches + 1, _MEMORY_SWITCHES)
+        self._mean_seconds += (excess_seconds - self._mean_seconds) / self._switches
 
-    def without(self, report: StepReport) -> float | None:
+    def seconds_without_switch(self, report: StepReport) -> float | None:
         """Returns the step's seconds without the switch; None if they cannot be estimated yet."""
         seconds = report.step_seconds
         if not report.flags.switched:
             self._skipped = 0
             return seconds
-        if self._switches < _FREE_SWITCHES + _KNOWN:
+        if self._switches < _PRIOR_SWITCHES + _KNOWN_SWITCHES:
             self._skipped += 1
             return None if self._skipped <= _SKIPPED_MAX else seconds
         # The initial weight of 0 guards against outliers; without it the mean is unbiased.
-        price = self.seconds * self._switches / (self._switches - _FREE_SWITCHES)
-        if self._switches == _SWITCHES:
-            price = self.seconds
-        return max(seconds - price, 0.1 * seconds)
+        switch_seconds = self.seconds * self._switches / (self._switches - _PRIOR_SWITCHES)
+        if self._switches == _MEMORY_SWITCHES:
+            switch_seconds = self.seconds
+        return max(seconds - switch_seconds, 0.1 * seconds)

@@ -13,9 +13,9 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError
 
 FORMAT = "speculation-profile/1"
 # The largest integer that every reader of a profile supports.
-_MOST: Final = 2**31 - 1
+_MAX_VALUE: Final = 2**31 - 1
 # A cell may have been measured this share too expensive.
-_SLACK = 0.02
+_MEASUREMENT_SLACK = 0.02
 
 _T = TypeVar("_T")
 
@@ -70,18 +70,21 @@ class MeasuredEngine:
         The shim's version is recorded but not compared: it does not affect the cost of a step.
         """
         for item in dataclasses.fields(Fingerprint):
-            mine, theirs = getattr(self.fingerprint, item.name), getattr(fingerprint, item.name)
-            if item.name != "shim_version" and mine != theirs:
-                yield item.name, mine, theirs
-        known = {d.name: d for d in self.drafters}
+            measured_value, engine_value = (
+                getattr(self.fingerprint, item.name),
+                getattr(fingerprint, item.name),
+            )
+            if item.name != "shim_version" and measured_value != engine_value:
+                yield item.name, measured_value, engine_value
+        measured_drafters = {d.name: d for d in self.drafters}
         for drafter in drafters:
-            found = known.get(drafter.name)
-            if found is None:
-                yield "drafters", sorted(known), drafter.name
-            elif found != drafter:
+            measured_drafter = measured_drafters.get(drafter.name)
+            if measured_drafter is None:
+                yield "drafters", sorted(measured_drafters), drafter.name
+            elif measured_drafter != drafter:
                 yield (
                     f"drafter {drafter.name}",
-                    f"{found.model}@{found.revision}",
+                    f"{measured_drafter.model}@{measured_drafter.revision}",
                     f"{drafter.model}@{drafter.revision}",
                 )
 
@@ -111,31 +114,33 @@ class Profile(MeasuredEngine):
             raise InvalidProfileError("the profile contains no measurement")
         rates = ("kv_tokens_per_sequence", "seconds_per_kv_token", "catch_up_seconds_per_token")
         for name in rates:
-            if not 0 <= getattr(self, name) <= _MOST:
+            if not 0 <= getattr(self, name) <= _MAX_VALUE:
                 raise InvalidProfileError(
-                    f"{name} {getattr(self, name)} must be between 0 and {_MOST}"
+                    f"{name} {getattr(self, name)} must be between 0 and {_MAX_VALUE}"
                 )
         names = {d.name for d in self.drafters}
-        seen: set[tuple[str, int, int]] = set()
+        cell_keys: set[tuple[str, int, int]] = set()
         for cell in self.cells:
-            where = f"cell ({cell.drafter}, gamma {cell.gamma}, batch {cell.batch_size})"
-            if not 0 < cell.step_seconds <= _MOST:
+            location = f"cell ({cell.drafter}, gamma {cell.gamma}, batch {cell.batch_size})"
+            if not 0 < cell.step_seconds <= _MAX_VALUE:
                 raise InvalidProfileError(
-                    f"{where}: step_seconds {cell.step_seconds} must be above 0, at most {_MOST}"
+                    f"{location}: step_seconds {cell.step_seconds} must be above 0, at most "
+                    f"{_MAX_VALUE}"
                 )
-            if not 0 <= cell.spread_seconds <= _MOST:
+            if not 0 <= cell.spread_seconds <= _MAX_VALUE:
                 raise InvalidProfileError(
-                    f"{where}: spread_seconds {cell.spread_seconds} must be between 0 and {_MOST}"
+                    f"{location}: spread_seconds {cell.spread_seconds} must be between 0 and "
+                    f"{_MAX_VALUE}"
                 )
-            least = min(cell.gamma + 1, cell.batch_size, cell.steps)
-            if least < 1 or max(cell.gamma, cell.batch_size, cell.steps) > _MOST:
-                raise InvalidProfileError(f"{where}: gamma, batch_size or steps is out of range")
+            smallest_count = min(cell.gamma + 1, cell.batch_size, cell.steps)
+            if smallest_count < 1 or max(cell.gamma, cell.batch_size, cell.steps) > _MAX_VALUE:
+                raise InvalidProfileError(f"{location}: gamma, batch_size or steps is out of range")
             if cell.drafter not in names:
-                raise InvalidProfileError(f"{where}: the profile lists no such drafter")
+                raise InvalidProfileError(f"{location}: the profile lists no such drafter")
             key = (cell.drafter, cell.gamma, cell.batch_size)
-            if key in seen:
-                raise InvalidProfileError(f"{where}: appears twice")
-            seen.add(key)
+            if key in cell_keys:
+                raise InvalidProfileError(f"{location}: appears twice")
+            cell_keys.add(key)
 
     @cached_property
     def profile_id(self) -> str:
@@ -157,8 +162,8 @@ class Profile(MeasuredEngine):
         except (ValueError, RecursionError) as error:
             raise InvalidProfileError(f"not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            found = body.get("format") if isinstance(body, dict) else type(body).__name__
-            raise InvalidProfileError(f"format is {found!r}, but must be {FORMAT!r}")
+            actual_format = body.get("format") if isinstance(body, dict) else type(body).__name__
+            raise InvalidProfileError(f"format is {actual_format!r}, but must be {FORMAT!r}")
         fields = {k: v for k, v in body.items() if k != "format"}
         fingerprint = _build(Fingerprint, fields.get("fingerprint"), "fingerprint")
         drafters = _build_all(DrafterIdentity, fields.get("drafters"), "drafters")
@@ -170,37 +175,37 @@ class Profile(MeasuredEngine):
         )
 
 
-def _build_all(kind: type[_T], values: object, where: str) -> tuple[_T, ...]:
+def _build_all(kind: type[_T], values: object, location: str) -> tuple[_T, ...]:
     if not isinstance(values, list):
-        raise InvalidProfileError(f"{where}: a list is needed, not {type(values).__name__}")
-    return tuple(_build(kind, value, f"{where}[{i}]") for i, value in enumerate(values))
+        raise InvalidProfileError(f"{location}: a list is needed, not {type(values).__name__}")
+    return tuple(_build(kind, value, f"{location}[{i}]") for i, value in enumerate(values))
 
 
-def _build(kind: type[_T], values: object, where: str) -> _T:
+def _build(kind: type[_T], values: object, location: str) -> _T:
     """Builds a frozen dataclass from a JSON object; rejects unknown, missing, ill-typed fields."""
     if not isinstance(values, dict):
-        raise InvalidProfileError(f"{where}: an object is needed, not {type(values).__name__}")
+        raise InvalidProfileError(f"{location}: an object is needed, not {type(values).__name__}")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        raise InvalidProfileError(f"{where}: unknown field {unknown[0]!r}")
+        raise InvalidProfileError(f"{location}: unknown field {unknown[0]!r}")
     built: dict[str, Any] = {}
     for name, item in fields.items():
         if name not in values:
             if item.default is dataclasses.MISSING:
-                raise InvalidProfileError(f"{where}: field {name!r} is missing")
+                raise InvalidProfileError(f"{location}: field {name!r} is missing")
             continue
-        built[name] = _coerce(item.type, values[name], f"{where}.{name}")
+        built[name] = _coerce(item.type, values[name], f"{location}.{name}")
     return kind(**built)
 
 
-def _coerce(annotation: object, value: object, where: str) -> object:
+def _coerce(annotation: object, value: object, location: str) -> object:
     """Checks one value against its field's annotation, for the few types that profiles use."""
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError as error:
-            raise InvalidProfileError(f"{where}: a number of hundreds of digits") from error
+            raise InvalidProfileError(f"{location}: a number of hundreds of digits") from error
     if annotation is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if annotation is str and isinstance(value, str):
@@ -213,7 +218,7 @@ def _coerce(annotation: object, value: object, where: str) -> object:
             return tuple(value)
     elif annotation not in (float, int, str):
         return value  # already built by the caller
-    raise InvalidProfileError(f"{where}: {value!r} is not of type {annotation}")
+    raise InvalidProfileError(f"{location}: {value!r} is not of type {annotation}")
 
 
 def batch_limits(profile: Profile, acceptance: float = 0.9) -> dict[int, int]:
@@ -233,25 +238,25 @@ def batch_limits(profile: Profile, acceptance: float = 0.9) -> dict[int, int]:
     gammas = sorted({cell.gamma for cell in profile.cells if cell.gamma > 0})
     limits = {}
     for gamma in gammas:
-        wins = [size for size in sizes if _can_win(profile, gamma, size, acceptance)]
-        if not wins:
+        winning_sizes = [size for size in sizes if _can_win(profile, gamma, size, acceptance)]
+        if not winning_sizes:
             limits[gamma] = 0
-        elif wins[-1] < sizes[-1]:
-            limits[gamma] = sizes[sizes.index(wins[-1]) + 1] - 1
+        elif winning_sizes[-1] < sizes[-1]:
+            limits[gamma] = sizes[sizes.index(winning_sizes[-1]) + 1] - 1
     return limits
 
 
 def _can_win(profile: Profile, gamma: int, size: int, acceptance: float) -> bool:
     cells = [cell for cell in profile.cells if cell.batch_size == size]
-    rate = {
+    rates = {
         (cell.drafter, cell.gamma): sum(acceptance**k for k in range(cell.gamma + 1))
         / cell.step_seconds
         for cell in cells
     }
-    mine = [(drafter, value) for (drafter, g), value in rate.items() if g == gamma]
-    for drafter, value in mine:
-        shorter = [r for (d, g), r in rate.items() if g < gamma and (g == 0 or d == drafter)]
-        if all(value * (1 + _SLACK) >= r for r in shorter):
+    rates_at_gamma = [(drafter, value) for (drafter, g), value in rates.items() if g == gamma]
+    for drafter, value in rates_at_gamma:
+        shorter = [r for (d, g), r in rates.items() if g < gamma and (g == 0 or d == drafter)]
+        if all(value * (1 + _MEASUREMENT_SLACK) >= r for r in shorter):
             return True
     # A draft length that was not measured at this size may win.
-    return not mine
+    return not rates_at_gamma

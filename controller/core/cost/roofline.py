@@ -107,29 +107,29 @@ class Device:
             pass_overhead_seconds=TYPICAL_PASS_OVERHEAD_SECONDS,
         )
 
-    def tensor_parallel(self, gpus: int) -> "Device":
+    def with_tensor_parallel(self, gpus: int) -> "Device":
         """Returns `gpus` of them as one, without communication costs.  Raises InvalidShapeError."""
         if gpus < 1:
             raise InvalidShapeError(f"tensor parallelism over {gpus} GPUs: at least 1 is needed")
         return replace(self, peak_flops=gpus * self.peak_flops, bandwidth=gpus * self.bandwidth)
 
 
-def device(driver_name: str) -> Device:
+def device_from_data_sheet(driver_name: str) -> Device:
     """Returns the GPU of this driver name ("NVIDIA H100 80GB HBM3"), without overheads.
 
     It uses the longest entry whose words are all in the name.  Raises InvalidShapeError for a GPU
     that is not in the table.
     """
     words = set(re.split(r"[^A-Z0-9]+", driver_name.upper()))
-    known = [key for key in DATA_SHEETS if set(key.split()) <= words]
-    if not known:
+    matching_keys = [key for key in DATA_SHEETS if set(key.split()) <= words]
+    if not matching_keys:
         raise InvalidShapeError(
             f"no data sheet is known for the device {driver_name!r}; known are: "
             + ", ".join(DATA_SHEETS)
         )
-    key = max(known, key=lambda k: len(k.split()))
-    peak, bandwidth = DATA_SHEETS[key]
-    return Device(driver_name, peak, bandwidth)
+    key = max(matching_keys, key=lambda k: len(k.split()))
+    peak_flops, bandwidth = DATA_SHEETS[key]
+    return Device(driver_name, peak_flops, bandwidth)
 
 
 class Overlap(Enum):
@@ -151,8 +151,8 @@ def experts_touched(experts: Experts, tokens: ArrayLike) -> Floats:
     draws = np.asarray(tokens, dtype=np.float64) * experts.experts_per_token
     if experts.experts == 1:
         return np.minimum(draws, 1.0)
-    backlog: Floats = np.exp(draws * np.log1p(-1.0 / experts.experts))
-    return experts.experts * (1.0 - backlog)
+    untouched_share: Floats = np.exp(draws * np.log1p(-1.0 / experts.experts))
+    return experts.experts * (1.0 - untouched_share)
 
 
 def step_seconds(
@@ -169,8 +169,8 @@ def step_seconds(
     kv_tokens: sum of context lengths, one for all or [batch_sizes].  Raises InvalidShapeError for
     batch sizes, draft lengths or contexts out of range.
     """
-    batch = _batch(batch_sizes)
-    kv = _kv(kv_tokens, batch)
+    batch = _check_batch_sizes(batch_sizes)
+    kv = _check_kv_tokens(kv_tokens, batch)
     for gamma in gammas:
         if gamma < 0:
             raise InvalidShapeError(f"a draft of {gamma} tokens: gamma must not be negative")
@@ -193,23 +193,27 @@ def verify_seconds(
     """Returns the seconds of the target's pass over `width` tokens per sequence; broadcasts."""
     tokens = batch * width
     parts = [
-        _weights(shape.dense_params, shape.bytes_per_weight, tokens),
-        _weights(shape.head_params, shape.bytes_per_weight, tokens),
+        _weight_work(shape.dense_params, shape.bytes_per_weight, tokens),
+        _weight_work(shape.head_params, shape.bytes_per_weight, tokens),
     ]
     if shape.experts is not None:
-        parts.append(_experts(shape.experts, shape.bytes_per_weight, tokens))
+        parts.append(_expert_work(shape.experts, shape.bytes_per_weight, tokens))
     for kind, layers in shape.attention:
         if isinstance(kind, LinearAttention):
-            flops, read = kind.token_flops * tokens, kind.state_bytes * batch
+            flops, read_bytes = kind.token_flops * tokens, kind.state_bytes * batch
         else:
             flops = kind.pair_flops * width * kv
-            read = shape.bytes_per_kv * (kind.context_elements * kv + kind.query_elements * tokens)
-        parts.append((layers * flops, layers * read))
+            read_bytes = shape.bytes_per_kv * (
+                kind.context_elements * kv + kind.query_elements * tokens
+            )
+        parts.append((layers * flops, layers * read_bytes))
     if overlap is Overlap.STEP:
         compute = sum((flops for flops, _ in parts), np.zeros(1)) / device.peak_flops
-        memory = sum((read for _, read in parts), np.zeros(1)) / device.bandwidth
+        memory = sum((read_bytes for _, read_bytes in parts), np.zeros(1)) / device.bandwidth
         return np.maximum(compute, memory)
-    return sum((_bound(flops, read, device) for flops, read in parts), np.zeros(1))
+    return sum(
+        (_bound_seconds(flops, read_bytes, device) for flops, read_bytes in parts), np.zeros(1)
+    )
 
 
 def kv_token_seconds(shape: ModelShape, drafter: DrafterShape, device: Device, gamma: int) -> float:
@@ -217,9 +221,9 @@ def kv_token_seconds(shape: ModelShape, drafter: DrafterShape, device: Device, g
     seconds = 0.0
     for kind, layers in shape.attention:
         if not isinstance(kind, LinearAttention):
-            compute = kind.pair_flops * (gamma + 1) / device.peak_flops
-            memory = shape.bytes_per_kv * kind.context_elements / device.bandwidth
-            seconds += layers * max(compute, memory)
+            compute_seconds = kind.pair_flops * (gamma + 1) / device.peak_flops
+            memory_seconds = shape.bytes_per_kv * kind.context_elements / device.bandwidth
+            seconds += layers * max(compute_seconds, memory_seconds)
     return seconds + drafter.passes(gamma) * drafter.kv_bytes_per_token / device.bandwidth
 
 
@@ -255,28 +259,30 @@ def _pass_seconds(drafter: DrafterShape, device: Device, batch: Floats, kv: Floa
     if drafter.kind is DrafterKind.NGRAM:
         return np.zeros_like(batch)
     tokens = batch * max(1, drafter.block_size)
-    flops, read = _weights(drafter.dense_params, drafter.bytes_per_weight, tokens)
+    flops, read_bytes = _weight_work(drafter.dense_params, drafter.bytes_per_weight, tokens)
     if drafter.experts is not None:
-        more_flops, more_read = _experts(drafter.experts, drafter.bytes_per_weight, tokens)
-        flops, read = flops + more_flops, read + more_read
-    return _bound(flops, read + drafter.kv_bytes_per_token * kv, device)
+        expert_flops, expert_bytes = _expert_work(drafter.experts, drafter.bytes_per_weight, tokens)
+        flops, read_bytes = flops + expert_flops, read_bytes + expert_bytes
+    return _bound_seconds(flops, read_bytes + drafter.kv_bytes_per_token * kv, device)
 
 
-def _weights(params: int, bytes_per_weight: float, tokens: Floats) -> tuple[Floats, Floats]:
+def _weight_work(params: int, bytes_per_weight: float, tokens: Floats) -> tuple[Floats, Floats]:
     return 2.0 * params * tokens, np.full_like(tokens, params * bytes_per_weight)
 
 
-def _experts(experts: Experts, bytes_per_weight: float, tokens: Floats) -> tuple[Floats, Floats]:
+def _expert_work(
+    experts: Experts, bytes_per_weight: float, tokens: Floats
+) -> tuple[Floats, Floats]:
     resident = experts.shared + experts_touched(experts, tokens)
     read = experts.layers * resident * experts.params_per_expert * bytes_per_weight
     return 2.0 * experts.active_params * tokens, read
 
 
-def _bound(flops: Floats, read: Floats, device: Device) -> Floats:
+def _bound_seconds(flops: Floats, read: Floats, device: Device) -> Floats:
     return np.maximum(flops / device.peak_flops, read / device.bandwidth)
 
 
-def _batch(batch_sizes: ArrayLike) -> Floats:
+def _check_batch_sizes(batch_sizes: ArrayLike) -> Floats:
     batch = np.asarray(batch_sizes, dtype=np.float64)
     if batch.ndim != 1 or batch.size == 0 or not (np.isfinite(batch).all() and batch.min() >= 1):
         raise InvalidShapeError(
@@ -285,7 +291,7 @@ def _batch(batch_sizes: ArrayLike) -> Floats:
     return batch
 
 
-def _kv(kv_tokens: ArrayLike, batch: Floats) -> Floats:
+def _check_kv_tokens(kv_tokens: ArrayLike, batch: Floats) -> Floats:
     kv = np.asarray(kv_tokens, dtype=np.float64)
     if kv.shape not in {(), batch.shape}:
         raise InvalidShapeError(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import Profile
-from controller.core.cost.roofline import device, prior_grid
+from controller.core.cost.roofline import device_from_data_sheet, prior_grid
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.model_shapes import InvalidShapeError
 from controller.core.step_report import MAX_STEP_SECONDS
@@ -23,10 +23,10 @@ from controller.core.step_report import MAX_STEP_SECONDS
 # The guess: tokens per step that double a step's time, cost of one draft pass relative to a target
 # pass, and the seconds of a step, which the first live steps correct.
 _SATURATION_TOKENS = 256.0
-_DRAFT_SHARE = 0.12
+_DRAFT_PASS_SHARE = 0.12
 _STEP_SECONDS = 0.02
 # At any context, a step takes at least this share of its time at the table's context.
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 
 
 class CostOrder:
@@ -42,9 +42,13 @@ class CostOrder:
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         drafters = dict.fromkeys(arm.drafter for arm in arms)
-        self._off = np.array([i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64)
+        self._off_arms = np.array(
+            [i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64
+        )
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
-        self._drafting = np.array([i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64)
+        self._drafting_arms = np.array(
+            [i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64
+        )
         # For each drafter, its arms by ascending draft length.
         self._chains = [
             np.array(
@@ -58,11 +62,15 @@ class CostOrder:
         ]
         # If the first arm of each pair costs no more than the second, all arms are in order.
         pairs = [(a, b) for chain in self._chains for a, b in pairwise(chain)]
-        shortest = [next((i for i in chain if arms[i].gamma), None) for chain in self._chains]
-        pairs += [(a, b) for a in self._off for b in shortest if b is not None]
-        self._less, self._more = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+        shortest_drafts = [
+            next((i for i in chain if arms[i].gamma), None) for chain in self._chains
+        ]
+        pairs += [(a, b) for a in self._off_arms for b in shortest_drafts if b is not None]
+        self._cheaper_arms, self._costlier_arms = (
+            np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+        )
         # [arms, arms]: the first costs no more than the second.
-        self._below = np.array(
+        self._is_cheaper = np.array(
             [
                 [
                     (a.drafter == b.drafter and a.gamma <= b.gamma)
@@ -73,63 +81,73 @@ class CostOrder:
             ]
         )
 
-    def lowered(
+    def lower_to_order(
         self, table: NDArray[np.float64], *, over_batches: bool = True
     ) -> NDArray[np.float64]:
         """Returns the largest ordered table that nowhere exceeds this one.
 
         over_batches: False to order the arms only, as batches may differ in context.
         """
-        found = table if self._are_arms_ordered(table) else self._ordered_arms(table)
-        if over_batches and not _are_batches_ordered(found):
-            found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
-        return found
+        ordered = table if self._are_arms_ordered(table) else self._order_arms(table)
+        if over_batches and not _are_batches_ordered(ordered):
+            ordered = np.minimum.accumulate(ordered[:, ::-1], axis=1)[:, ::-1]
+        return ordered
 
     def is_ordered(self, table: NDArray[np.float64]) -> bool:
         """Returns whether a table is in order."""
         return self._are_arms_ordered(table) and _are_batches_ordered(table)
 
     def _are_arms_ordered(self, table: NDArray[np.float64]) -> bool:
-        less, more = table.take(self._less, axis=0), table.take(self._more, axis=0)
-        return not np.count_nonzero(more < less)
+        cheaper, costlier = (
+            table.take(self._cheaper_arms, axis=0),
+            table.take(self._costlier_arms, axis=0),
+        )
+        return not np.count_nonzero(costlier < cheaper)
 
-    def _ordered_arms(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = table.copy()
+    def _order_arms(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        ordered = table.copy()
         for chain in self._chains:
             longest_first = chain[::-1]
-            found[longest_first] = np.minimum.accumulate(table[longest_first], axis=0)
-        if len(self._off) and len(self._drafting):
-            least = found[self._drafting].min(axis=0)
-            found[self._off] = np.minimum(found[self._off], least)
-        return found
+            ordered[longest_first] = np.minimum.accumulate(table[longest_first], axis=0)
+        if len(self._off_arms) and len(self._drafting_arms):
+            cheapest_drafting = ordered[self._drafting_arms].min(axis=0)
+            ordered[self._off_arms] = np.minimum(ordered[self._off_arms], cheapest_drafting)
+        return ordered
 
-    def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
+    def restore_order(
+        self, table: NDArray[np.float64], last_steps: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Returns a table in order; the more recent a cell, the less it changes.
 
-        seen: [arms, buckets], the step at which each cell was updated last, 0: never.  The newest
-        cell keeps its value, and every older one is clipped to the bounds set by newer cells.
+        last_steps: [arms, buckets], the step at which each cell was updated last, 0: never.  The
+        newest cell keeps its value, and every older one is clipped to the bounds set by newer
+        cells.
         """
-        least = np.zeros_like(table)
-        most = np.full_like(table, np.inf)
-        arms, buckets = np.nonzero(seen)
-        newest_first = np.argsort(-seen[arms, buckets], kind="stable")
+        lower_bound = np.zeros_like(table)
+        upper_bound = np.full_like(table, np.inf)
+        arms, buckets = np.nonzero(last_steps)
+        newest_first = np.argsort(-last_steps[arms, buckets], kind="stable")
         for i, j in zip(arms[newest_first].tolist(), buckets[newest_first].tolist(), strict=True):
-            value = min(max(table[i, j], least[i, j]), most[i, j])
-            above, below = self._below[i], self._below[:, i]
-            least[above, j:] = np.maximum(least[above, j:], value)
-            most[below, : j + 1] = np.minimum(most[below, : j + 1], value)
+            value = min(max(table[i, j], lower_bound[i, j]), upper_bound[i, j])
+            costlier, cheaper = self._is_cheaper[i], self._is_cheaper[:, i]
+            lower_bound[costlier, j:] = np.maximum(lower_bound[costlier, j:], value)
+            upper_bound[cheaper, : j + 1] = np.minimum(upper_bound[cheaper, : j + 1], value)
         # A table in order stays in order if it is clipped to bounds that are in order.
-        return np.clip(self.lowered(table), least, most)
+        return np.clip(self.lower_to_order(table), lower_bound, upper_bound)
 
-    def next_to(self, seen: NDArray[np.bool_], sure: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def reachable_arms(
+        self, has_run: NDArray[np.bool_], is_sure: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that ran, and one more if that is sure."""
-        found = np.zeros_like(seen)
+        is_reachable = np.zeros_like(has_run)
         for chain in self._chains:
-            ran = np.flatnonzero(seen[chain])
-            longest = int(ran[-1]) if len(ran) else -1
-            more = 1 if longest < 0 or sure[chain[longest]] or self._is_off[chain[longest]] else 0
-            found[chain[: longest + 1 + more]] = True
-        return found
+            run_positions = np.flatnonzero(has_run[chain])
+            longest = int(run_positions[-1]) if len(run_positions) else -1
+            extra_arms = (
+                1 if longest < 0 or is_sure[chain[longest]] or self._is_off[chain[longest]] else 0
+            )
+            is_reachable[chain[: longest + 1 + extra_arms]] = True
+        return is_reachable
 
 
 def _are_batches_ordered(table: NDArray[np.float64]) -> bool:
@@ -145,75 +163,81 @@ def profiled_grid(
     """
     sizes = np.array(sorted({c.batch_size for c in profile.cells}), dtype=np.float64)
     grid = np.empty((len(arms), len(buckets)))
-    outside = np.zeros(grid.shape, dtype=bool)
+    is_extrapolated = np.zeros(grid.shape, dtype=bool)
     for drafter in {arm.drafter for arm in arms}:
         rows = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
         cells = [c for c in profile.cells if c.drafter == drafter]
         if not cells:
             # An arm without a measurement must not look cheap: it costs what the slowest cell does.
             grid[rows] = max(c.step_seconds for c in profile.cells)
-            outside[rows] = True
+            is_extrapolated[rows] = True
             continue
         by_gamma: dict[int, list[tuple[int, float]]] = {}
         for c in cells:
             by_gamma.setdefault(c.gamma, []).append((c.batch_size, c.step_seconds))
         gammas = np.array(sorted(by_gamma), dtype=np.float64)
-        table = np.vstack([_over_batch(by_gamma[int(g)], sizes) for g in gammas])
-        table = _monotone(_monotone(table, 0), 1)
-        measured = (buckets >= sizes[0]) & (buckets <= sizes[-1])
-        at_buckets = np.vstack([_interpolate(np.log(buckets), np.log(sizes), row) for row in table])
-        wanted = np.array([float(arms[i].gamma) for i in rows])
+        table = np.vstack([_interpolate_batches(by_gamma[int(g)], sizes) for g in gammas])
+        table = _make_monotone(_make_monotone(table, 0), 1)
+        is_measured = (buckets >= sizes[0]) & (buckets <= sizes[-1])
+        bucket_seconds = np.vstack(
+            [_interpolate(np.log(buckets), np.log(sizes), row) for row in table]
+        )
+        arm_gammas = np.array([float(arms[i].gamma) for i in rows])
         for j in range(len(buckets)):
-            grid[rows, j] = _interpolate(wanted, gammas, at_buckets[:, j])
+            grid[rows, j] = _interpolate(arm_gammas, gammas, bucket_seconds[:, j])
         for i in rows:
-            outside[i] = ~measured | (not gammas[0] <= arms[i].gamma <= gammas[-1])
-    return grid, outside
+            is_extrapolated[i] = ~is_measured | (not gammas[0] <= arms[i].gamma <= gammas[-1])
+    return grid, is_extrapolated
 
 
-def _over_batch(
+def _interpolate_batches(
     cells: Sequence[tuple[int, float]], sizes: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Interpolates one draft length's cells (batch size, step seconds) at other batch sizes."""
-    mine = sorted(cells)
-    x = np.log(np.array([b for b, _ in mine], dtype=np.float64))
-    return _interpolate(np.log(sizes), x, np.array([s for _, s in mine]))
+    ordered_cells = sorted(cells)
+    x = np.log(np.array([b for b, _ in ordered_cells], dtype=np.float64))
+    return _interpolate(np.log(sizes), x, np.array([s for _, s in ordered_cells]))
 
 
 def _interpolate(
-    at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
+    targets: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Interpolates y(x) linearly; outside, it continues the last slope, but not a falling one."""
-    inside = np.interp(at, x, y)
+    inside = np.interp(targets, x, y)
     if len(x) < 2:
         return inside
-    right = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    left = (y[1] - y[0]) / (x[1] - x[0])
-    beyond = y[-1] + np.maximum(right, 0.0) * (at - x[-1])
-    before = np.maximum(y[0] + np.maximum(left, 0.0) * (at - x[0]), 0.25 * y[0])
-    return np.where(at > x[-1], beyond, np.where(at < x[0], before, inside))
+    right_slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    left_slope = (y[1] - y[0]) / (x[1] - x[0])
+    extrapolated_right = y[-1] + np.maximum(right_slope, 0.0) * (targets - x[-1])
+    extrapolated_left = np.maximum(
+        y[0] + np.maximum(left_slope, 0.0) * (targets - x[0]), 0.25 * y[0]
+    )
+    return np.where(
+        targets > x[-1], extrapolated_right, np.where(targets < x[0], extrapolated_left, inside)
+    )
 
 
-def _monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+def _make_monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     """Makes a table that never falls along the axis: mean of running maximum and minimum."""
-    rising = np.maximum.accumulate(table, axis=axis)
-    flipped = np.flip(np.minimum.accumulate(np.flip(table, axis), axis=axis), axis)
-    return (rising + flipped) / 2
+    running_max = np.maximum.accumulate(table, axis=axis)
+    running_min = np.flip(np.minimum.accumulate(np.flip(table, axis), axis=axis), axis)
+    return (running_max + running_min) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Prior:
+class CostPrior:
     """Holds the prior costs of an engine without a profile.
 
     name: "roofline", or "generic" if a shape or the GPU's data sheet is unknown.  grid: [arms,
-    buckets] seconds at kv = 0.  kv_rate: seconds per KV token.
+    buckets] seconds at kv = 0.  seconds_per_kv_token: seconds per KV token.
     """
 
     name: str
     grid: NDArray[np.float64]
-    kv_rate: float
+    seconds_per_kv_token: float
 
 
-def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
+def select_prior(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> CostPrior:
     """Returns the best prior for an engine that was not profiled."""
     shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
     for drafter in spec.drafters:
@@ -224,23 +248,27 @@ def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> 
         return generic_prior(arms, buckets)
     try:
         gpus = max(1, spec.fingerprint.tensor_parallel_size)
-        gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
+        gpu = (
+            device_from_data_sheet(spec.fingerprint.device)
+            .with_typical_overheads()
+            .with_tensor_parallel(gpus)
+        )
         grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
     except InvalidShapeError:
         # The GPU is not in the table, or a draft is longer than its block.
         return generic_prior(arms, buckets)
     if grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS:
-        return Prior("roofline", grid, rate)
+        return CostPrior("roofline", grid, rate)
     # Each number is possible, but their combination is not.
     return generic_prior(arms, buckets)
 
 
-def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
+def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> CostPrior:
     """Guesses t0 * (1 + B (gamma + 1) / B_sat + gamma * d)."""
     gammas = np.array([[float(arm.gamma)] for arm in arms])
     tokens = np.asarray(buckets, dtype=np.float64) * (gammas + 1)
-    relative: NDArray[np.float64] = 1 + tokens / _SATURATION_TOKENS + _DRAFT_SHARE * gammas
-    return Prior("generic", _STEP_SECONDS * relative, 0.0)
+    relative: NDArray[np.float64] = 1 + tokens / _SATURATION_TOKENS + _DRAFT_PASS_SHARE * gammas
+    return CostPrior("generic", _STEP_SECONDS * relative, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +296,7 @@ class CostTable:
         order: CostOrder,
         *,
         padded: bool,
-        prior: Prior | None,
+        prior: CostPrior | None,
     ) -> None:
         # A digest of the whole file: computed once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
@@ -281,19 +309,23 @@ class CostTable:
         if profile is not None:
             grid, self.extrapolated = profiled_grid(arms, self.sizes, profile)
             self.kv_reference = profile.kv_tokens_per_sequence
-            self._kv_rate = profile.seconds_per_kv_token
+            self._seconds_per_kv_token = profile.seconds_per_kv_token
         else:
             prior = prior or generic_prior(arms, buckets)
-            grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
-        self.grid = order.lowered(grid)
-        self._least = _LEAST_SHARE * self.grid
+            grid, self._seconds_per_kv_token, self.prior = (
+                prior.grid,
+                prior.seconds_per_kv_token,
+                prior.name,
+            )
+        self.grid = order.lower_to_order(grid)
+        self._min_seconds = _MIN_SHARE * self.grid
         self._rows: list[list[float]] = self.grid.tolist()
 
     def bucket_of(self, batch_size: int) -> int:
         """Returns the index of the bucket that serves a batch size."""
         return min(bisect_left(self._sizes, batch_size), len(self._sizes) - 1)
 
-    def seconds_of(self, arm: int, batch_size: int, kv_tokens: int) -> float:
+    def cell_seconds(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Returns the seconds of a step of this arm (by index) at this batch and context."""
         row, sizes = self._rows[arm], self._sizes
         j = self.bucket_of(batch_size)
@@ -301,10 +333,12 @@ class CostTable:
         if not self._padded and j > 0 and batch_size < size:
             share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
             grid = row[j - 1] + share * (grid - row[j - 1])
-        context = self._kv_rate * (kv_tokens - batch_size * self.kv_reference)
-        return max(grid + context, _LEAST_SHARE * grid)
+        context_seconds = self._seconds_per_kv_token * (kv_tokens - batch_size * self.kv_reference)
+        return max(grid + context_seconds, _MIN_SHARE * grid)
 
     def seconds(self, kv_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns [arms, buckets] seconds.  kv_per_sequence: tokens, one or [buckets]."""
-        context = self._kv_rate * (kv_per_sequence - self.kv_reference) * self.sizes
-        return np.maximum(self.grid + context, self._least)
+        context_seconds = (
+            self._seconds_per_kv_token * (kv_per_sequence - self.kv_reference) * self.sizes
+        )
+        return np.maximum(self.grid + context_seconds, self._min_seconds)

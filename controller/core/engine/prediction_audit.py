@@ -29,51 +29,55 @@ class PredictionAudit:
 
     plain_seconds, predicted_seconds: of the plain steps, as reported and as predicted.
     error_seconds: sum of the absolute differences of the two.  expected_tokens: expected accepted
-    draft tokens.  instead_seconds: of "off" and "static", if the engine has them.
+    draft tokens.  alternative_seconds: of "off" and "static", if the engine has them.
     """
 
     def __init__(self, spec: EngineSpec, arms: Sequence[Arm]) -> None:
         self.plain_seconds = self.predicted_seconds = self.error_seconds = 0.0
         self.expected_tokens = 0.0
-        others = {
+        alternatives = {
             "off": [i for i, arm in enumerate(arms) if arm.gamma == 0],
             "static": [i for i, arm in enumerate(arms) if arm == static_arm(spec)],
         }
-        self._others = {name: found for name, found in others.items() if found}
-        self.instead_seconds = dict.fromkeys(self._others, 0.0)
+        self._alternative_arms = {
+            name: arm_indices for name, arm_indices in alternatives.items() if arm_indices
+        }
+        self.alternative_seconds = dict.fromkeys(self._alternative_arms, 0.0)
         # Of the last plan: expected draft tokens by arm and row, and the row of a batch size.
-        self._expected = np.zeros((len(arms), 1))
+        self._expected_accepted = np.zeros((len(arms), 1))
         self._row_of: Callable[[int], int] = lambda _: 0
         # Seconds times tokens per sequence, by arm and batch size, since the last plan.
         self._pending: dict[tuple[int, int], float] = {}
 
-    def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
+    def observe(self, arm: int, report: StepReport, predicted_seconds: float | None) -> None:
         """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
         size, rows = report.batch_size, report.decoded_rows
-        self.expected_tokens += rows * self._expected.item(arm, self._row_of(size))
-        if predicted is None:
+        self.expected_tokens += rows * self._expected_accepted.item(arm, self._row_of(size))
+        if predicted_seconds is None:
             return
         seconds = report.step_seconds
         self.plain_seconds += seconds
-        self.predicted_seconds += predicted
-        self.error_seconds += abs(seconds - predicted)
+        self.predicted_seconds += predicted_seconds
+        self.error_seconds += abs(seconds - predicted_seconds)
         # Without a decoded row no choice would have generated tokens.
         cell, weight = (arm, size), report.generated_tokens / max(rows, 1) * seconds
         self._pending[cell] = self._pending.get(cell, 0.0) + weight
 
-    def settle(self, values: Values, row_of: Callable[[int], int]) -> None:
+    def commit(self, values: Values, row_of: Callable[[int], int]) -> None:
         """Prices the observed steps with the values of a new plan.
 
-        row_of: by batch size, the row of the values.
+        make_row: by batch size, the row of the values.
         """
-        seconds, expected = values.costs.seconds.item, values.expected.item
+        seconds, expected = values.costs.seconds.item, values.expected_accepted.item
         for (arm, size), weight in self._pending.items():
             row = row_of(size)
-            for name, others in self._others.items():
-                instead = min(seconds(i, row) / (1 + expected(i, row)) for i in others)
-                self.instead_seconds[name] += weight * instead / seconds(arm, row)
+            for name, arm_indices in self._alternative_arms.items():
+                seconds_per_token = min(
+                    seconds(i, row) / (1 + expected(i, row)) for i in arm_indices
+                )
+                self.alternative_seconds[name] += weight * seconds_per_token / seconds(arm, row)
         self._pending.clear()
-        self._expected, self._row_of = values.expected, row_of
+        self._expected_accepted, self._row_of = values.expected_accepted, row_of
 
 
 def static_arm(spec: EngineSpec) -> Arm | None:
@@ -81,16 +85,16 @@ def static_arm(spec: EngineSpec) -> Arm | None:
     return None if spec.safe_gamma is None else Arm(spec.drafters[0].name, spec.safe_gamma)
 
 
-def gains(values: Mapping[Arm, float], spec: EngineSpec, chosen: Arm) -> dict[str, float]:
+def estimate_gains(values: Mapping[Arm, float], spec: EngineSpec, chosen: Arm) -> dict[str, float]:
     """Estimates the tokens per second of the chosen arm over "off" and "static", if they exist.
 
     Over "off" it is (1 + E) C_off / C_chosen, and so at most the expected acceptance length.
 
     values: tokens per second, by arm.
     """
-    static = static_arm(spec)
-    others = {
+    baseline_arm = static_arm(spec)
+    alternatives = {
         "off": [value for arm, value in values.items() if arm.gamma == 0],
-        "static": [] if static is None else [values[static]],
+        "static": [] if baseline_arm is None else [values[baseline_arm]],
     }
-    return {name: values[chosen] / max(found) for name, found in others.items() if found}
+    return {name: values[chosen] / max(rates) for name, rates in alternatives.items() if rates}

@@ -19,7 +19,8 @@ slow, and then the price of a probe is wrong, too.  An arm runs regardless of it
 be chosen at the table's cost ratio, its learnt cost is at least twice as high, and it was not
 measured for `STALE_STEPS`.
 
-*Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see `_look`.
+*Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see
+`_choose_off_probe`.
 """
 
 import math
@@ -32,9 +33,9 @@ from numpy.typing import NDArray
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
-from controller.core.planning.doubt import expected_improvement, relative_variance
-from controller.core.planning.observation_cost import ObservationCost, hopeful_tokens
+from controller.core.planning.observation_cost import ObservationCost, optimistic_tokens
 from controller.core.planning.planner import Values
+from controller.core.planning.value_uncertainty import expected_improvement, relative_variance
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -43,75 +44,93 @@ from controller.core.step_report import StepReport
 # arms; sooner if the batch has left its bucket.
 _PROBE_PATIENCE_SECONDS = 2.0
 _PROBE_PATIENCE_STEPS = 48
-_ELSEWHERE_PATIENCE_STEPS = 3
+_OTHER_BUCKET_PATIENCE_STEPS = 3
 # Probes for doubt are considered every this many reports.
-_CONSIDER_EVERY = 12
+_REVIEW_EVERY_REPORTS = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may include the cost of the switch.
-_CHECK_STEPS = 3
+_OFF_CHECK_STEPS = 3
 # Steps that measure a stale cost again: the first one may include the cost of the switch.  Reports
 # between two such probes, and the least factor on the table, relative to the current arm's, for
 # one: the cap of a profile.  With a smaller factor, probes of arms that are really expensive would
 # cost more than they gain.
 _REMEASURE_STEPS = 2
-_REMEASURE_EVERY = 50
+_REMEASURE_EVERY_REPORTS = 50
 _REMEASURE_DRIFT = 2.0
 # Steps of probes for doubt: their share of all steps, the initial credit and its maximum.
-_STEP_SHARE = 0.011
-_STEPS_START = 24.0
-_STEPS_MAX = 48.0
+_PROBE_STEP_SHARE = 0.011
+_STEP_CREDIT_START = 24.0
+_STEP_CREDIT_MAX = 48.0
 # The probability that an idle drafter fits the traffic after a change.
-_HOPE = 0.25
+_IDLE_DRAFTER_FITS_PROBABILITY = 0.25
 # Initial credit without a profile, in steps.
-_COLD_STEPS = 0.75
+_COLD_CREDIT_STEPS = 0.75
 # Expected improvement over the horizon must exceed the price by this factor.
-_RETURN_MIN = 2.0
+_MIN_RETURN_FACTOR = 2.0
 
 
-@recorded("running_probe")
+@recorded(
+    "running_probe",
+    "probe baseline_tokens_per_second switch_seconds lost_seconds",
+    bucket="row",
+    deadline="deadline_seconds",
+    seen="steps_run",
+    guessed="is_unprofiled",
+    missed="steps_missed",
+)
 @dataclass(slots=True)
-class _Running:
+class _RunningProbe:
     probe: Probe
-    bucket: int
-    deadline: float
-    seen: int
+    row: int
+    deadline_seconds: float
+    steps_run: int
     # Of the current arm, per sequence.
     baseline_tokens_per_second: float
-    guessed: bool
+    is_unprofiled: bool
     switch_seconds: float
     lost_seconds: float = 0.0
     # Steps of other arms since its last step.
-    missed: int = 0
+    steps_missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class ProbeSituation:
     """Describes the active row, its batch, and the arm (by index) that is chosen there.
 
-    bucket: index of the plan's row, as in `values` and `observation`; cost_bucket: of the cost
+    row: index of the plan's row, as in `values` and `observation_cost`; cost_bucket: of the cost
     table.  horizon_steps: steps for which a probe's result is expected to hold.  feasible: [arms]
     that may be probed; None: all.
     """
 
     values: Values
     uncertainty: CostUncertainty
-    bucket: int
+    row: int
     batch_size: int
-    current: int
-    observation: ObservationCost | None
+    current_arm: int
+    observation_cost: ObservationCost | None
     horizon_steps: float
     cost_bucket: int
     feasible: NDArray[np.bool_] | None = None
     # Plain steps that may be lost against gamma = 0 now, see `loss_account`: by any probe, and by a
     # probe of an arm that has not run there.
-    room: float = math.inf
-    room_for_news: float = math.inf
+    loss_budget_steps: float = math.inf
+    first_run_budget_steps: float = math.inf
 
 
 @recorded(
     "explorer",
-    "probes probe_steps lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
-    "_is_scaled _consider_at _step_credit _looks _seen",
+    "probe_steps lost_seconds total_seconds _reports _step_credit",
     added="_remeasured_at _remeasures",
+    probes="probe_count",
+    credit="_credit_seconds",
+    running="_running_probe",
+    next_id="_next_probe_id",
+    blind_steps="_steps_at_gamma_zero",
+    is_scaled="_is_credit_scaled",
+    consider_at="_next_review_report",
+    looks="_off_probes",
+    seen="_last_drafted_report",
+    remeasured_at="_last_remeasured_report",
+    remeasures="_remeasuring_probe_id",
 )
 class Explorer:
     """Decides when to probe which arm, and keeps the credit.  One object per engine.
@@ -123,30 +142,30 @@ class Explorer:
         self._draft_lag = draft_lag
         self._arms = tuple(arms)
         self._settings = settings
-        self._credit = settings.probe_credit_start_seconds
+        self._credit_seconds = settings.probe_credit_start_seconds
         # Steps that probes for doubt may take now.
-        self._step_credit = _STEPS_START
-        self._running: _Running | None = None
-        self._next_id = 1
+        self._step_credit = _STEP_CREDIT_START
+        self._running_probe: _RunningProbe | None = None
+        self._next_probe_id = 1
         self._reports = 0
-        self._blind_steps = 0
+        self._steps_at_gamma_zero = 0
         # Probes from gamma = 0; the drafters take turns.
-        self._looks = 0
+        self._off_probes = 0
         # The report in which each drafter drafted last.
-        self._seen = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
+        self._last_drafted_report = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
         # The report at which the last probe of a stale cost started, and its probe id.
-        self._remeasured_at = -_REMEASURE_EVERY
-        self._remeasures = 0
-        self._is_scaled = False
-        self._consider_at = 0
-        self.probes = self.probe_steps = 0
+        self._last_remeasured_report = -_REMEASURE_EVERY_REPORTS
+        self._remeasuring_probe_id = 0
+        self._is_credit_scaled = False
+        self._next_review_report = 0
+        self.probe_count = self.probe_steps = 0
         self.lost_seconds = 0.0
         self.total_seconds = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the credit."""
         self._settings = settings
-        self._credit = min(self._credit, settings.probe_credit_max_seconds)
+        self._credit_seconds = min(self._credit_seconds, settings.probe_credit_max_seconds)
 
     @property
     def probe_share(self) -> float:
@@ -156,17 +175,17 @@ class Explorer:
     @property
     def credit_seconds(self) -> float:
         """The seconds that probing may lose now."""
-        return self._credit
+        return self._credit_seconds
 
     @property
-    def running(self) -> tuple[int, Probe] | None:
+    def running_probe(self) -> tuple[int, Probe] | None:
         """The running probe and its row, as (row, probe), or None."""
-        return (self._running.bucket, self._running.probe) if self._running else None
+        return (self._running_probe.row, self._running_probe.probe) if self._running_probe else None
 
     @property
     def purpose(self) -> str:
         """Returns the purpose of the running probe, as text."""
-        if self._running and self._running.probe.probe_id == self._remeasures:
+        if self._running_probe and self._running_probe.probe.probe_id == self._remeasuring_probe_id:
             return "to measure again what it costs"
         return "to learn"
 
@@ -178,222 +197,276 @@ class Explorer:
         """
         self._reports += 1
         if report.gamma:
-            self._seen[report.drafter] = self._reports
-        self._step_credit = min(self._step_credit + _STEP_SHARE, _STEPS_MAX)
-        self._blind_steps = 0 if report.gamma else self._blind_steps + 1
+            self._last_drafted_report[report.drafter] = self._reports
+        self._step_credit = min(self._step_credit + _PROBE_STEP_SHARE, _STEP_CREDIT_MAX)
+        self._steps_at_gamma_zero = 0 if report.gamma else self._steps_at_gamma_zero + 1
         self.total_seconds += seconds
-        earned = share * seconds
-        running = self._running
-        if running and report.probe_id == running.probe.probe_id:
-            running.seen += 1
-            running.missed = 0
+        earned_seconds = share * seconds
+        running_probe = self._running_probe
+        if running_probe and report.probe_id == running_probe.probe.probe_id:
+            running_probe.steps_run += 1
+            running_probe.steps_missed = 0
             self.probe_steps += 1
             self._step_credit -= 1
             # The baseline would not have generated tokens in ended rows either.
-            baseline = running.baseline_tokens_per_second * max(report.decoded_rows, 1)
-            lost = seconds - report.generated_tokens / baseline
-            if running.seen == running.probe.steps:
+            baseline_tokens_per_second = running_probe.baseline_tokens_per_second * max(
+                report.decoded_rows, 1
+            )
+            lost_seconds = seconds - report.generated_tokens / baseline_tokens_per_second
+            if running_probe.steps_run == running_probe.probe.steps:
                 # The first step includes the switch; the next step will include the switch back.
-                lost += running.switch_seconds
-            self.lost_seconds += lost
-            before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
-            if running.guessed:
+                lost_seconds += running_probe.switch_seconds
+            self.lost_seconds += lost_seconds
+            previous_loss, running_probe.lost_seconds = (
+                running_probe.lost_seconds,
+                running_probe.lost_seconds + lost_seconds,
+            )
+            if running_probe.is_unprofiled:
                 # If costs are unknown, the whole probe is charged: a step's gain offsets losses.
-                earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
+                earned_seconds -= max(running_probe.lost_seconds, 0.0) - max(previous_loss, 0.0)
             else:
-                earned -= max(lost, 0.0)
-        elif running:
-            running.missed += 1
-        self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
-        if running and (
-            running.seen >= running.probe.steps
-            or running.missed >= _PROBE_PATIENCE_STEPS
-            or now > running.deadline
+                earned_seconds -= max(lost_seconds, 0.0)
+        elif running_probe:
+            running_probe.steps_missed += 1
+        self._credit_seconds = min(
+            self._credit_seconds + earned_seconds, self._settings.probe_credit_max_seconds
+        )
+        if running_probe and (
+            running_probe.steps_run >= running_probe.probe.steps
+            or running_probe.steps_missed >= _PROBE_PATIENCE_STEPS
+            or now > running_probe.deadline_seconds
         ):
-            self._running = None
+            self._running_probe = None
 
-    def consider(self, at: Situation, now: float) -> None:
+    def start_probe_if_worthwhile(self, situation: ProbeSituation, now: float) -> None:
         """Starts a probe in the active row if one is worth its price and the credit suffices."""
-        self._leave(at.bucket)
-        if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
+        self._drop_probe_of_other_row(situation.row)
+        if self._running_probe or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
-        values, bucket, current = at.values, at.bucket, at.current
-        if at.uncertainty.guessed and not self._is_scaled:
+        values, row, current_arm = situation.values, situation.row, situation.current_arm
+        if situation.uncertainty.is_unprofiled and not self._is_credit_scaled:
             # The settings do not depend on how long a step takes on this engine.
-            self._is_scaled = True
-            some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
-            self._credit = min(some, self._settings.probe_credit_max_seconds)
-        if (arm := self._stale(at)) is not None:
-            steps = _REMEASURE_STEPS + (values.catch_up.item(arm, bucket) > 0)
-            self._remeasured_at, self._remeasures = self._reports, self._next_id
+            self._is_credit_scaled = True
+            start_credit_seconds = _COLD_CREDIT_STEPS * float(
+                values.costs.seconds[current_arm, row]
+            )
+            self._credit_seconds = min(
+                start_credit_seconds, self._settings.probe_credit_max_seconds
+            )
+        if (arm := self._stale_arm(situation)) is not None:
+            steps = _REMEASURE_STEPS + (values.catch_up_seconds.item(arm, row) > 0)
+            self._last_remeasured_report, self._remeasuring_probe_id = (
+                self._reports,
+                self._next_probe_id,
+            )
         else:
-            wanted = self._wanted(at)
-            if wanted is None:
+            candidate = self._choose_probe(situation)
+            if candidate is None:
                 return
-            arm, steps = wanted
-            steps = self._affordable(at, arm, steps)
+            arm, steps = candidate
+            steps = self._affordable_steps(situation, arm, steps)
             if steps == 0:
                 return
         # The first steps still verify drafts made for the previous choice.
         steps += self._draft_lag
-        probe = Probe(self._next_id, self._arms[arm], steps)
-        self._next_id += 1
-        self.probes += 1
-        self._running = _Running(
+        probe = Probe(self._next_probe_id, self._arms[arm], steps)
+        self._next_probe_id += 1
+        self.probe_count += 1
+        self._running_probe = _RunningProbe(
             probe,
-            bucket,
+            row,
             now + _PROBE_PATIENCE_SECONDS,
             0,
-            float(values.value[current, bucket]) / at.batch_size,
-            at.uncertainty.guessed,
+            float(values.tokens_per_second[current_arm, row]) / situation.batch_size,
+            situation.uncertainty.is_unprofiled,
             values.switch_seconds,
         )
 
-    def _leave(self, bucket: int) -> None:
+    def _drop_probe_of_other_row(self, row: int) -> None:
         """Cancels a probe of another row, which the batch has left."""
-        running = self._running
-        if running and running.bucket != bucket and running.missed >= _ELSEWHERE_PATIENCE_STEPS:
-            self._running = None
+        running_probe = self._running_probe
+        if (
+            running_probe
+            and running_probe.row != row
+            and running_probe.steps_missed >= _OTHER_BUCKET_PATIENCE_STEPS
+        ):
+            self._running_probe = None
 
-    def _wanted(self, at: Situation) -> tuple[int, int] | None:
+    def _choose_probe(self, situation: ProbeSituation) -> tuple[int, int] | None:
         """Returns the arm to probe and the number of steps, or None."""
-        check = self._check(at)
-        if check is not None:
-            return check, _CHECK_STEPS
-        here = at.values.value[:, at.bucket]
-        relative = here / here[at.current] - 1
-        if self._reports >= self._consider_at:
-            self._consider_at = self._reports + _CONSIDER_EVERY
+        off_arm = self._off_check_arm(situation)
+        if off_arm is not None:
+            return off_arm, _OFF_CHECK_STEPS
+        row_values = situation.values.tokens_per_second[:, situation.row]
+        relative_gain = row_values / row_values[situation.current_arm] - 1
+        if self._reports >= self._next_review_report:
+            self._next_review_report = self._reports + _REVIEW_EVERY_REPORTS
             # The first step may include a catch-up: the second one shows the cost.
-            steps = max(2, self._steps(at.batch_size))
+            steps = max(2, self._exposure_steps(situation.batch_size))
             # Without a profile all costs are unknown, and only the lost time is limited.
-            if at.uncertainty.guessed or steps <= self._step_credit:
-                best = self._by_doubt(at, steps, relative)
-                if best is not None:
-                    is_new = not at.uncertainty.ran[best, at.cost_bucket]
+            if situation.uncertainty.is_unprofiled or steps <= self._step_credit:
+                best_arm = self._most_informative_arm(situation, steps, relative_gain)
+                if best_arm is not None:
+                    is_new = not situation.uncertainty.has_run[best_arm, situation.cost_bucket]
                     # The first probe only measures the cost, for which 2 steps are enough.
-                    return best, 2 if at.uncertainty.guessed and is_new else steps
-        return self._look(at, relative)
+                    return best_arm, 2 if situation.uncertainty.is_unprofiled and is_new else steps
+        return self._choose_off_probe(situation, relative_gain)
 
-    def _look(self, at: Situation, relative: NDArray[np.float64]) -> tuple[int, int] | None:
+    def _choose_off_probe(
+        self, situation: ProbeSituation, relative_gain: NDArray[np.float64]
+    ) -> tuple[int, int] | None:
         """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable.
 
-        relative: [arms], relative gain of each arm's value over the current arm's.
+        relative_gain: [arms], relative gain of each arm's value over the current arm's.
         """
-        observation, values, bucket = at.observation, at.values, at.bucket
-        if observation is None or self._arms[at.current].gamma:
+        observation_cost, values, row = situation.observation_cost, situation.values, situation.row
+        if observation_cost is None or self._arms[situation.current_arm].gamma:
             return None
-        if self._blind_steps < observation.interval[bucket]:
+        if self._steps_at_gamma_zero < observation_cost.interval_steps[row]:
             return None
-        drafter = self._looks % len(observation.arm)
-        arm, steps = int(observation.arm[drafter, bucket]), int(observation.steps[drafter, bucket])
-        if at.feasible is not None and not at.feasible[arm]:
+        drafter = self._off_probes % len(observation_cost.probe_arms)
+        arm, steps = (
+            int(observation_cost.probe_arms[drafter, row]),
+            int(observation_cost.probe_steps[drafter, row]),
+        )
+        if situation.feasible is not None and not situation.feasible[arm]:
             return None
-        lost = steps * max(-float(relative[arm]), 0.0) * values.costs.seconds[arm, bucket]
-        if lost + values.catch_up[arm, bucket] > self._credit:
+        lost_seconds = steps * max(-float(relative_gain[arm]), 0.0) * values.costs.seconds[arm, row]
+        if lost_seconds + values.catch_up_seconds[arm, row] > self._credit_seconds:
             return None
-        self._looks += 1
+        self._off_probes += 1
         return arm, steps
 
-    def _affordable(self, at: Situation, arm: int, steps: int) -> int:
+    def _affordable_steps(self, situation: ProbeSituation, arm: int, steps: int) -> int:
         """Returns how many of the steps the loss budget allows.
 
         The loss is that against gamma = 0, in a bad case.
         """
-        values, bucket = at.values, at.bucket
-        off = [i for i, one in enumerate(self._arms) if one.gamma == 0]
-        if not off or self._arms[arm].gamma == 0:
+        values, row = situation.values, situation.row
+        off_arms = [i for i, candidate in enumerate(self._arms) if candidate.gamma == 0]
+        if not off_arms or self._arms[arm].gamma == 0:
             return steps
-        seconds = values.costs.seconds[:, bucket]
-        plain = float(seconds[off].min())
-        doubt = relative_variance(values, at.uncertainty, self._arms, at.cost_bucket, at.current)
-        gained = float((1 + values.expected[arm, bucket]) * np.exp(-2 * np.sqrt(doubt[arm])))
-        each = max(0.0, float(seconds[arm]) / plain - max(1.0, gained))
-        once = (float(values.catch_up[arm, bucket]) + 2 * values.switch_seconds) / plain
-        news = not at.uncertainty.ran[arm, at.cost_bucket]
-        room = (at.room_for_news if news else at.room) - once
-        if room < each:
+        seconds = values.costs.seconds[:, row]
+        plain_seconds = float(seconds[off_arms].min())
+        log_variance = relative_variance(
+            values, situation.uncertainty, self._arms, situation.cost_bucket, situation.current_arm
+        )
+        pessimistic_tokens = float(
+            (1 + values.expected_accepted[arm, row]) * np.exp(-2 * np.sqrt(log_variance[arm]))
+        )
+        loss_per_step = max(0.0, float(seconds[arm]) / plain_seconds - max(1.0, pessimistic_tokens))
+        fixed_loss_steps = (
+            float(values.catch_up_seconds[arm, row]) + 2 * values.switch_seconds
+        ) / plain_seconds
+        is_first_run = not situation.uncertainty.has_run[arm, situation.cost_bucket]
+        budget_steps = (
+            situation.first_run_budget_steps if is_first_run else situation.loss_budget_steps
+        ) - fixed_loss_steps
+        if budget_steps < loss_per_step:
             return 0
-        return min(steps, int(room / each)) if each else steps
+        return min(steps, int(budget_steps / loss_per_step)) if loss_per_step else steps
 
-    def _stale(self, at: Situation) -> int | None:
+    def _stale_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm that is not chosen only because of a stale cost, or None."""
-        if self._reports - self._remeasured_at < _REMEASURE_EVERY:
+        if self._reports - self._last_remeasured_report < _REMEASURE_EVERY_REPORTS:
             return None
-        values, bucket, current = at.values, at.bucket, at.current
-        drift = at.uncertainty.drift[:, at.cost_bucket]
-        drift = drift / drift[current]
-        due = at.uncertainty.stale(at.cost_bucket) & (drift >= _REMEASURE_DRIFT)
-        if at.feasible is not None:
-            due &= at.feasible
-        gain = values.value[:, bucket] * drift / values.value[current, bucket] - 1
-        gain[~due] = 0.0
-        best = int(gain.argmax())
-        return best if gain[best] > self._settings.switch_margin else None
+        values, row, current_arm = situation.values, situation.row, situation.current_arm
+        drift = situation.uncertainty.drift[:, situation.cost_bucket]
+        drift = drift / drift[current_arm]
+        is_due = situation.uncertainty.stale_arms(situation.cost_bucket) & (
+            drift >= _REMEASURE_DRIFT
+        )
+        if situation.feasible is not None:
+            is_due &= situation.feasible
+        gain = (
+            values.tokens_per_second[:, row] * drift / values.tokens_per_second[current_arm, row]
+            - 1
+        )
+        gain[~is_due] = 0.0
+        best_arm = int(gain.argmax())
+        return best_arm if gain[best_arm] > self._settings.switch_margin else None
 
-    def _check(self, at: Situation) -> int | None:
+    def _off_check_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm with gamma = 0 if a check is due and the last one is paid back."""
-        if self._arms[at.current].gamma == 0:
+        if self._arms[situation.current_arm].gamma == 0:
             return None
-        seconds, value = at.values.costs.seconds[:, at.bucket], at.values.value[:, at.bucket]
+        seconds, value = (
+            situation.values.costs.seconds[:, situation.row],
+            situation.values.tokens_per_second[:, situation.row],
+        )
         for i, arm in enumerate(self._arms):
-            if arm.gamma == 0 and (at.feasible is None or at.feasible[i]):
-                gain = float(value[at.current] / value[i])
-                is_due = at.uncertainty.off_is_due(at.cost_bucket, gain)
-                earned = self._credit + _CHECK_STEPS * seconds[i] >= 0
-                return i if is_due and earned else None
+            if arm.gamma == 0 and (situation.feasible is None or situation.feasible[i]):
+                gain = float(value[situation.current_arm] / value[i])
+                is_due = situation.uncertainty.is_off_due(situation.cost_bucket, gain)
+                is_affordable = self._credit_seconds + _OFF_CHECK_STEPS * seconds[i] >= 0
+                return i if is_due and is_affordable else None
         return None
 
-    def _steps(self, batch_size: int) -> int:
-        wanted = math.ceil(self._settings.probe_exposures / batch_size)
-        return max(1, min(self._settings.probe_steps_max, wanted))
+    def _exposure_steps(self, batch_size: int) -> int:
+        needed_steps = math.ceil(self._settings.probe_exposures / batch_size)
+        return max(1, min(self._settings.probe_steps_max, needed_steps))
 
-    def _by_doubt(self, at: Situation, steps: int, relative: NDArray[np.float64]) -> int | None:
-        values, current = at.values, at.current
-        seconds = values.costs.seconds[:, at.bucket]
-        once = values.catch_up[:, at.bucket] + 2 * values.switch_seconds
-        loss = np.maximum(-relative, 0.0) + once / (steps * seconds)
-        doubt = np.sqrt(
+    def _most_informative_arm(
+        self, situation: ProbeSituation, steps: int, relative_gain: NDArray[np.float64]
+    ) -> int | None:
+        values, current_arm = situation.values, situation.current_arm
+        seconds = values.costs.seconds[:, situation.row]
+        fixed_seconds = values.catch_up_seconds[:, situation.row] + 2 * values.switch_seconds
+        loss = np.maximum(-relative_gain, 0.0) + fixed_seconds / (steps * seconds)
+        deviation = np.sqrt(
             relative_variance(
-                values, at.uncertainty, self._arms, at.cost_bucket, current, unseen=True
+                values,
+                situation.uncertainty,
+                self._arms,
+                situation.cost_bucket,
+                current_arm,
+                only_unobserved=True,
             )
         )
-        gain = expected_improvement(relative, doubt * (1 + relative))
-        gain += self._hope(at)
-        if at.uncertainty.guessed:
+        gain = expected_improvement(relative_gain, deviation * (1 + relative_gain))
+        gain += self._idle_drafter_gain(situation)
+        if situation.uncertainty.is_unprofiled:
             # The cost was not measured: the price is that of a bad case.
-            worse = (1 + relative) * np.exp(-doubt) - 1
-            loss = np.maximum(-worse, 0.0) + once / (steps * seconds)
-            gain[~at.uncertainty.within_reach(at.cost_bucket)] = 0.0
-        price = steps * loss
+            pessimistic_gain = (1 + relative_gain) * np.exp(-deviation) - 1
+            loss = np.maximum(-pessimistic_gain, 0.0) + fixed_seconds / (steps * seconds)
+            gain[~situation.uncertainty.reachable_arms(situation.cost_bucket)] = 0.0
+        price_steps = steps * loss
         # A probe that loses nothing still needs a switch.
-        ratio = gain * at.horizon_steps / (price + 0.02 * steps)
-        ratio[price * seconds > self._credit] = 0.0
-        ratio[current] = 0.0
-        if at.feasible is not None:
-            ratio[~at.feasible] = 0.0
-        best = int(ratio.argmax())
-        return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
+        ratio = gain * situation.horizon_steps / (price_steps + 0.02 * steps)
+        ratio[price_steps * seconds > self._credit_seconds] = 0.0
+        ratio[current_arm] = 0.0
+        if situation.feasible is not None:
+            ratio[~situation.feasible] = 0.0
+        best_arm = int(ratio.argmax())
+        return (
+            best_arm if ratio[best_arm] > _MIN_RETURN_FACTOR and deviation[best_arm] > 0 else None
+        )
 
-    def _hope(self, at: Situation) -> NDArray[np.float64]:
+    def _idle_drafter_gain(self, situation: ProbeSituation) -> NDArray[np.float64]:
         """Returns [arms], the possible improvement by drafters that were idle for long.
 
         Traffic that suits an idle drafter better need not change the running one's acceptance.
         """
-        found = np.zeros(len(self._arms))
-        running = self._arms[at.current]
-        if running.gamma == 0 or len(self._seen) < 2:
-            return found
-        seconds = at.values.costs.seconds[:, at.bucket]
-        here = (1 + at.values.expected[at.current, at.bucket]) / seconds[at.current]
+        gains = np.zeros(len(self._arms))
+        current_arm = self._arms[situation.current_arm]
+        if current_arm.gamma == 0 or len(self._last_drafted_report) < 2:
+            return gains
+        seconds = situation.values.costs.seconds[:, situation.row]
+        current_rate = (
+            1 + situation.values.expected_accepted[situation.current_arm, situation.row]
+        ) / seconds[situation.current_arm]
         for i, arm in enumerate(self._arms):
-            if arm.gamma and arm.drafter != running.drafter:
-                idle = self._reports - self._seen[arm.drafter]
-                changed = 1 - math.exp(-idle / at.horizon_steps)
-                hopeful = hopeful_tokens(arm.gamma) / seconds[i]
-                found[i] = _HOPE * changed * max(hopeful / here - 1, 0.0)
-        return found
+            if arm.gamma and arm.drafter != current_arm.drafter:
+                idle_reports = self._reports - self._last_drafted_report[arm.drafter]
+                change_probability = 1 - math.exp(-idle_reports / situation.horizon_steps)
+                optimistic_rate = optimistic_tokens(arm.gamma) / seconds[i]
+                gains[i] = (
+                    _IDLE_DRAFTER_FITS_PROBABILITY
+                    * change_probability
+                    * max(optimistic_rate / current_rate - 1, 0.0)
+                )
+        return gains
 
     def cancel(self) -> None:
         """Cancels the running probe, because the allowed or required arms have changed."""
-        self._running = None
+        self._running_probe = None

@@ -6,11 +6,11 @@
 A plain step is one at gamma = 0 at the same batch and context.  E_arm is the estimate after the
 step, minus a standard deviation while there is little evidence.  The debt is the maximum, over all
 stretches of steps that end now, of the loss beyond the allowance (a CUSUM, Page 1954), so gains
-before the stretch do not offset it.  As long as no step raises the debt above DEBT_MAX, no n steps
-lose more than DEBT_MAX + n * ALLOWANCE.
+before the stretch do not offset it.  As long as no step raises the debt above DEBT_MAX_STEPS, no n
+steps lose more than DEBT_MAX_STEPS + n * ALLOWANCE.
 
-Every choice that costs something before it can pay is limited by `room`: probes, waking a drafter,
-and drafting only because gamma = 0 observes nothing.
+Every choice that costs something before it can pay is limited by `loss_budget_steps`: probes,
+waking a drafter, and drafting only because gamma = 0 observes nothing.
 
 Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
 recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A
@@ -24,76 +24,94 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.engine_spec import Arm
-from controller.core.planning.constraints import PlanRows
-from controller.core.planning.doubt import AcceptanceDoubt
+from controller.core.planning.constraints import RowConstraints
 from controller.core.planning.planner import LossLimits, Values
+from controller.core.planning.value_uncertainty import AcceptanceUncertainty
 from controller.core.recorded_state import recorded
 
 # In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
 # to 0.98 is for losses that the estimates show too late.
-DEBT_MAX = 4.0
-ALLOWANCE = 0.007
-# A wake-up that costs more than DEBT_MAX is allowed when this share of the steps since the last one
-# covers its cost.
-_WAKING_SHARE = 0.002
+DEBT_MAX_STEPS = 4.0
+ALLOWANCE_PER_STEP = 0.007
+# A wake-up that costs more than DEBT_MAX_STEPS is allowed when this share of the steps since the
+# last one covers its cost.
+_WAKE_UP_SHARE = 0.002
 # It is allowed at once if the cautiously estimated gains of this many steps cover its cost.
-_WAKING_STEPS = 50.0
+_WAKE_UP_PAYBACK_STEPS = 50.0
 # Drafters may be exchanged for this share of the gain of drafting over about this many steps.
 _GAIN_SHARE = 0.5
 _GAIN_STEPS = 250.0
 # The same for probes, times the probability that better traffic returns within _GAIN_STEPS.
 _RETURN_SHARE = 0.1
 # Exposures of a drafter's first position above which its estimate is used without caution.
-_SURE_EXPOSURES = 200.0
+_TRUSTED_EXPOSURES = 200.0
 
 
-@recorded("loss_account", "debt _gained _limit _pending _since_waking")
+@recorded(
+    "loss_account",
+    "_pending",
+    debt="debt_steps",
+    gained="_gained_steps",
+    limit="_limit_steps",
+    since_waking="_steps_since_wake_up",
+)
 class LossAccount:
     """Holds the debt of one engine."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = tuple(arms)
-        self._off = [i for i, arm in enumerate(arms) if arm.gamma == 0]
-        self._drafts = [arm.gamma > 0 for arm in arms]
-        self.debt = 0.0
-        self._since_waking = 0.0
+        self._off_arms = [i for i, arm in enumerate(arms) if arm.gamma == 0]
+        self._is_drafting = [arm.gamma > 0 for arm in arms]
+        self.debt_steps = 0.0
+        self._steps_since_wake_up = 0.0
         # The plain steps that drafting has gained recently.
-        self._gained = 0.0
-        self._limit = DEBT_MAX
+        self._gained_steps = 0.0
+        self._limit_steps = DEBT_MAX_STEPS
         # By arm and batch size since the last decision: steps, and seconds beyond plain ones.
         self._pending: dict[tuple[int, int], tuple[int, float]] = {}
 
     @property
-    def room(self) -> float:
+    def loss_budget_steps(self) -> float:
         """Returns the plain steps that may be lost now."""
-        return max(0.0, self._limit - self.debt)
+        return max(0.0, self._limit_steps - self.debt_steps)
 
     @property
-    def room_for_news(self) -> float:
+    def first_run_budget_steps(self) -> float:
         """Returns the same for an arm's first run, whose estimated cost may be very wrong."""
-        return max(2 * DEBT_MAX, self.room) if self.debt < DEBT_MAX / 4 else self.room
+        return (
+            max(2 * DEBT_MAX_STEPS, self.loss_budget_steps)
+            if self.debt_steps < DEBT_MAX_STEPS / 4
+            else self.loss_budget_steps
+        )
 
     def limits(self, values: Values) -> LossLimits:
         """Returns the limits on the loss of the next choice."""
-        room = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
-        waking: float | NDArray[np.float64] = room + _GAIN_SHARE * self._gained
-        if self._off and values.catch_up.any():
-            plain = values.costs.seconds[self._off].min(axis=0)
-            price = values.catch_up + values.switch_seconds
-            if np.count_nonzero(price > waking * plain):
+        budget_steps = max(
+            self.loss_budget_steps, _WAKE_UP_SHARE * self._steps_since_wake_up - self.debt_steps
+        )
+        wake_up_steps: float | NDArray[np.float64] = budget_steps + _GAIN_SHARE * self._gained_steps
+        if self._off_arms and values.catch_up_seconds.any():
+            plain_seconds = values.costs.seconds[self._off_arms].min(axis=0)
+            wake_up_seconds = values.catch_up_seconds + values.switch_seconds
+            if np.count_nonzero(wake_up_seconds > wake_up_steps * plain_seconds):
                 # The gains matter only if a wake-up costs more than may be lost anyway.
-                waking = np.maximum(waking, _WAKING_STEPS * self._gains(values, plain))
-        return LossLimits(waking, self.debt > self._limit / 2)
+                wake_up_steps = np.maximum(
+                    wake_up_steps,
+                    _WAKE_UP_PAYBACK_STEPS * self._pessimistic_gains(values, plain_seconds),
+                )
+        return LossLimits(wake_up_steps, self.debt_steps > self._limit_steps / 2)
 
-    def _gains(self, values: Values, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _pessimistic_gains(
+        self, values: Values, plain_seconds: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Returns [arms, rows], the plain steps that a step gains by a cautious estimate.
 
-        plain: [rows] seconds of a plain step.
+        plain_seconds: [rows] seconds of a plain step.
         """
-        tokens = (1 + values.expected) * self._cautions(values)[:, None]
-        gains: NDArray[np.float64] = tokens - values.costs.seconds / plain
+        tokens = (1 + values.expected_accepted) * self._caution_factors(values)[:, None]
+        gains: NDArray[np.float64] = tokens - values.costs.seconds / plain_seconds
         return gains
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
@@ -101,42 +119,51 @@ class LossAccount:
         steps, seconds = self._pending.get((arm, batch_size), (0, 0.0))
         self._pending[arm, batch_size] = steps + 1, seconds + extra_seconds
 
-    def settle(self, values: Values, at: PlanRows, hazard: Hazard) -> None:
+    def commit(
+        self, values: Values, constraints: RowConstraints, hazard: ShiftProbabilities
+    ) -> None:
         """Charges the steps since the last decision by the present estimates.
 
         Steps are charged only where gamma = 0 was allowed.
         """
-        seconds, expected = values.costs.seconds.item, values.expected.item
-        cautions: list[float] = []
-        for (arm, size), (steps, extra) in self._pending.items():
-            row = at.row_of(size)
-            off = [i for i in self._off if at.feasible is None or at.feasible[i, row]]
-            if not off:
+        seconds, expected = values.costs.seconds.item, values.expected_accepted.item
+        factors: list[float] = []
+        for (arm, size), (steps, extra_seconds) in self._pending.items():
+            row = constraints.row_of(size)
+            off_arms = [
+                i
+                for i in self._off_arms
+                if constraints.feasible is None or constraints.feasible[i, row]
+            ]
+            if not off_arms:
                 continue
-            plain = min([seconds(i, row) for i in off])
-            loss = extra / plain
-            if loss > DEBT_MAX:
-                self._since_waking = 0.0
-            if self._drafts[arm]:
+            plain_seconds = min([seconds(i, row) for i in off_arms])
+            loss_steps = extra_seconds / plain_seconds
+            if loss_steps > DEBT_MAX_STEPS:
+                self._steps_since_wake_up = 0.0
+            if self._is_drafting[arm]:
                 tokens = 1 + expected(arm, row)
                 if self._is_doubtful(values, arm):
-                    cautions = cautions or self._cautions(values).tolist()
-                    tokens *= cautions[arm]
-                loss += steps * (seconds(arm, row) / plain - tokens)
-            self._since_waking += steps
-            kept = self._gained * math.exp(-steps / _GAIN_STEPS)
-            self._gained = max(0.0, kept - loss)
-            self.debt = min(max(0.0, self.debt + loss - steps * ALLOWANCE), 2 * self._limit)
+                    factors = factors or self._caution_factors(values).tolist()
+                    tokens *= factors[arm]
+                loss_steps += steps * (seconds(arm, row) / plain_seconds - tokens)
+            self._steps_since_wake_up += steps
+            decayed_gain = self._gained_steps * math.exp(-steps / _GAIN_STEPS)
+            self._gained_steps = max(0.0, decayed_gain - loss_steps)
+            self.debt_steps = min(
+                max(0.0, self.debt_steps + loss_steps - steps * ALLOWANCE_PER_STEP),
+                2 * self._limit_steps,
+            )
         self._pending.clear()
-        returns = 1 - math.exp(-hazard.better * _GAIN_STEPS)
-        self._limit = DEBT_MAX + _RETURN_SHARE * returns * self._gained
+        return_probability = 1 - math.exp(-hazard.better_shift * _GAIN_STEPS)
+        self._limit_steps = DEBT_MAX_STEPS + _RETURN_SHARE * return_probability * self._gained_steps
 
     def _is_doubtful(self, values: Values, arm: int) -> bool:
-        curve = values.traffic.batch.get(self._arms[arm].drafter)
-        return curve is not None and curve.exposures[0] <= _SURE_EXPOSURES
+        curve = values.traffic.last_batch.get(self._arms[arm].drafter)
+        return curve is not None and curve.exposures[0] <= _TRUSTED_EXPOSURES
 
-    def _cautions(self, values: Values) -> NDArray[np.float64]:
+    def _caution_factors(self, values: Values) -> NDArray[np.float64]:
         """Returns [arms], factors of caution on the expected tokens."""
-        doubt = AcceptanceDoubt(values.traffic, self._arms).variance(self._off[0])
-        factors: NDArray[np.float64] = np.exp(-np.sqrt(doubt))
+        log_variance = AcceptanceUncertainty(values.traffic, self._arms).variance(self._off_arms[0])
+        factors: NDArray[np.float64] = np.exp(-np.sqrt(log_variance))
         return factors

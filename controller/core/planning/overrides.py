@@ -33,7 +33,7 @@ MAX_AUTHOR_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 512
 MAX_SCOPE_CHARACTERS = 256
 MAX_STRIDE = 1_000_000
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class InvalidOverrideError(SpeculationError):
@@ -48,7 +48,7 @@ class ScopeKind(Enum):
     FLEET = "fleet"
 
 
-_WIDTH = {kind: width for width, kind in enumerate(ScopeKind)}
+_SCOPE_WIDTH = {kind: width for width, kind in enumerate(ScopeKind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Scope:
         """Returns whether the scope includes the engine."""
         if self.kind is ScopeKind.FLEET:
             return True
-        engine = self.kind is ScopeKind.ENGINE
-        return self.name == (spec.engine_id if engine else spec.fingerprint.target_model)
+        is_engine = self.kind is ScopeKind.ENGINE
+        return self.name == (spec.engine_id if is_engine else spec.fingerprint.target_model)
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.name}".rstrip()
@@ -99,7 +99,7 @@ class Rule:
     tpot_max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not self._demands():
+        if not self._has_demand():
             raise InvalidOverrideError(
                 "an override must demand something: nothing is pinned, bounded, forbidden or "
                 "switched off"
@@ -123,17 +123,17 @@ class Rule:
             raise InvalidOverrideError(
                 "speculation cannot be off and drafting at the same time", field_path="off"
             )
-        bound = self.tpot_max_seconds
-        if bound is not None and not MIN_STEP_SECONDS <= bound <= MAX_STEP_SECONDS:
+        tpot_bound = self.tpot_max_seconds
+        if tpot_bound is not None and not MIN_STEP_SECONDS <= tpot_bound <= MAX_STEP_SECONDS:
             raise InvalidOverrideError(
-                f"tpot_max_seconds {bound:g}: a time per output token is at least "
+                f"tpot_max_seconds {tpot_bound:g}: a time per output token is at least "
                 f"{MIN_STEP_SECONDS:g} s and at most {MAX_STEP_SECONDS:g} s",
                 field_path="tpot_max_seconds",
             )
         self._check_drafters()
         self._check_regime()
 
-    def _demands(self) -> bool:
+    def _has_demand(self) -> bool:
         values = (
             self.gamma, self.gamma_min, self.gamma_max, self.drafter, self.regime,
             self.tpot_max_seconds,
@@ -190,7 +190,7 @@ class Rule:
         return not denied and self.tpot_max_seconds is None
 
     @property
-    def for_batches(self) -> bool:
+    def can_limit_batches(self) -> bool:
         """Whether the rule can be limited to a range of batch sizes."""
         return self.regime is None and not self.deny_updates
 
@@ -216,7 +216,7 @@ class Override:
     from_file: bool = False
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.override_id):
+        if not _ID_PATTERN.fullmatch(self.override_id):
             raise InvalidOverrideError(
                 f"override id {self.override_id[:140]!r}: 1 to 128 letters, digits, . _ : - are "
                 "needed, a letter or digit first",
@@ -241,7 +241,7 @@ class Override:
                 "override",
                 field_path="rule",
             )
-        if (low > 1 or high) and not self.rule.for_batches:
+        if (low > 1 or high) and not self.rule.can_limit_batches:
             raise InvalidOverrideError(
                 "the regime and online updates apply to the whole engine: omit the batch range",
                 field_path="max_batch_size",
@@ -271,67 +271,69 @@ class Limits:
     off: bool = False
     drafter: str | None = None
     denied_drafters: frozenset[str] = field(default_factory=frozenset)
-    explore: bool = True
+    can_explore: bool = True
     overrides: tuple[str, ...] = ()
     gamma_by: tuple[str, ...] = ()
     drafter_by: str = ""
     tpot_max_seconds: float | None = None
     tpot_by: str = ""
 
-    def feasible(self, arms: Sequence[Arm]) -> list[bool]:
+    def feasible_arms(self, arms: Sequence[Arm]) -> list[bool]:
         """Returns for each arm whether it may run.  If none may, gamma = 0 runs."""
-        wanted = [
+        is_allowed = [
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}
             for arm in arms
         ]
         # At gamma = 0 no drafter runs, so any drafter's arm may replace that of an allowed one.
-        some = any(w and arm.gamma == 0 for w, arm in zip(wanted, arms, strict=True))
+        has_allowed_off = any(
+            allowed and arm.gamma == 0 for allowed, arm in zip(is_allowed, arms, strict=True)
+        )
         floor = 0 if self.off else self.gamma_min
         return [
-            (floor == 0 and (w or not some))
+            (floor == 0 and (allowed or not has_allowed_off))
             if arm.gamma == 0
-            else (w and not self.off and floor <= arm.gamma <= self.gamma_max)
-            for w, arm in zip(wanted, arms, strict=True)
+            else (allowed and not self.off and floor <= arm.gamma <= self.gamma_max)
+            for allowed, arm in zip(is_allowed, arms, strict=True)
         ]
 
 
 NO_LIMITS = Limits()
 
 
-def merge(overrides: Iterable[Override], spec: EngineSpec, batch_size: int) -> Limits:
+def merge_limits(overrides: Iterable[Override], spec: EngineSpec, batch_size: int) -> Limits:
     """Merges all overrides into limits at this batch size, with the module's precedence."""
-    return merge_ordered(by_strength(o for o in overrides if o.scope.covers(spec)), batch_size)
+    return merge_sorted(sort_by_strength(o for o in overrides if o.scope.covers(spec)), batch_size)
 
 
-def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
-    """Merges the overrides for one engine, given in the order of `by_strength`."""
-    counting = [o for o in overrides if o.covers_batch(batch_size)]
-    if not counting:
+def merge_sorted(overrides: Iterable[Override], batch_size: int) -> Limits:
+    """Merges the overrides for one engine, given in the order of `sort_by_strength`."""
+    active = [o for o in overrides if o.covers_batch(batch_size)]
+    if not active:
         return NO_LIMITS
     low, high, drafter = 0, MAX_GAMMA, None
     low_by = high_by = drafter_by = tpot_by = ""
     tpot: float | None = None
-    for override in counting:
-        rule, name = override.rule, override.override_id
-        least, most = rule.gamma_range or (0, MAX_GAMMA)
-        if max(least, low) <= min(most, high):
-            if least > low:
-                low, low_by = least, name
-            if most < high:
-                high, high_by = most, name
+    for override in active:
+        rule, override_id = override.rule, override.override_id
+        rule_min, rule_max = rule.gamma_range or (0, MAX_GAMMA)
+        if max(rule_min, low) <= min(rule_max, high):
+            if rule_min > low:
+                low, low_by = rule_min, override_id
+            if rule_max < high:
+                high, high_by = rule_max, override_id
         if drafter is None and rule.drafter is not None:
-            drafter, drafter_by = rule.drafter, name
-        bound = rule.tpot_max_seconds
-        if bound is not None and (tpot is None or bound < tpot):
-            tpot, tpot_by = bound, name
+            drafter, drafter_by = rule.drafter, override_id
+        tpot_bound = rule.tpot_max_seconds
+        if tpot_bound is not None and (tpot is None or tpot_bound < tpot):
+            tpot, tpot_by = tpot_bound, override_id
     return Limits(
         low,
         high,
-        any(o.rule.off for o in counting),
+        any(o.rule.off for o in active),
         drafter,
-        frozenset(name for o in counting for name in o.rule.deny_drafters),
-        not any(o.rule.deny_exploration for o in counting),
-        tuple(sorted(o.override_id for o in counting)),
+        frozenset(override_id for o in active for override_id in o.rule.deny_drafters),
+        not any(o.rule.deny_exploration for o in active),
+        tuple(sorted(o.override_id for o in active)),
         tuple(sorted({low_by, high_by} - {""})),
         drafter_by,
         tpot,
@@ -343,27 +345,27 @@ def merge_regime(
     overrides: Iterable[Override], spec: EngineSpec
 ) -> tuple[Regime | None, bool, tuple[str, ...]]:
     """Returns the pinned regime or None, whether online updates may run, and the deciding ids."""
-    counting = by_strength(
+    active = sort_by_strength(
         o
         for o in overrides
         if o.scope.covers(spec) and (o.rule.regime is not None or o.rule.deny_updates)
     )
-    allowed = not any(o.rule.deny_updates for o in counting)
-    pinned = next((o.rule.regime for o in counting if o.rule.regime is not None), None)
-    if not allowed and pinned is not None and pinned.mode is RegimeMode.ONLINE:
+    updates_allowed = not any(o.rule.deny_updates for o in active)
+    pinned = next((o.rule.regime for o in active if o.rule.regime is not None), None)
+    if not updates_allowed and pinned is not None and pinned.mode is RegimeMode.ONLINE:
         pinned = Regime()
-    return pinned, allowed, tuple(sorted(o.override_id for o in counting))
+    return pinned, updates_allowed, tuple(sorted(o.override_id for o in active))
 
 
-def by_strength(overrides: Iterable[Override]) -> list[Override]:
+def sort_by_strength(overrides: Iterable[Override]) -> list[Override]:
     """Returns each override once, the strongest first."""
-    return sorted(set(overrides), key=_strength)
+    return sorted(set(overrides), key=_strength_key)
 
 
-def _strength(override: Override) -> tuple[bool, int, int, str]:
+def _strength_key(override: Override) -> tuple[bool, int, int, str]:
     """Returns a sort key, smaller for stronger.  The id decides between equal revisions."""
-    scope = _WIDTH[override.scope.kind]
-    return override.from_file, scope, -override.revision, override.override_id
+    scope_width = _SCOPE_WIDTH[override.scope.kind]
+    return override.from_file, scope_width, -override.revision, override.override_id
 
 
 def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, ...]:
@@ -375,12 +377,14 @@ def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, .
     return tuple(sorted(edge for edge in edges if 0 < edge < spec.max_batch_size))
 
 
-def _require_text(what: str, text: str, least: int, most: int) -> None:
-    if not least <= len(text) <= most:
+def _require_text(field_name: str, text: str, min_length: int, max_length: int) -> None:
+    if not min_length <= len(text) <= max_length:
         raise InvalidOverrideError(
-            f"{what}: {len(text)} characters, but {least} to {most} are needed", field_path=what
+            f"{field_name}: {len(text)} characters, but {min_length} to {max_length} are needed",
+            field_path=field_name,
         )
     if not text.isprintable():
         raise InvalidOverrideError(
-            f"{what} {text[:80]!r}: only printable characters are allowed", field_path=what
+            f"{field_name} {text[:80]!r}: only printable characters are allowed",
+            field_path=field_name,
         )

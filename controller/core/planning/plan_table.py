@@ -17,41 +17,47 @@ _BUCKETS_MAX = 128
 _CELLS_MAX = 4096
 
 
-def row_of(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
+def make_row(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
     """Makes one row; its drafter sleeps if the arm or the probe's arm allows it."""
-    asleep = _sleeps(spec, arm) or (probe is not None and _sleeps(spec, probe.arm))
+    asleep = _lets_drafter_sleep(spec, arm) or (
+        probe is not None and _lets_drafter_sleep(spec, probe.arm)
+    )
     return PlanRow(size, arm, reason, probe, asleep)
 
 
-def rows_of(
+def make_rows(
     spec: EngineSpec,
-    upper: Sequence[int],
+    upper_batch_sizes: Sequence[int],
     chosen: Sequence[Arm],
     reasons: Sequence[Reason],
-    probing: tuple[tuple[int, ...], Probe] | None,
-    kept: Sequence[PlanRow],
+    shared_probe: tuple[tuple[int, ...], Probe] | None,
+    previous_rows: Sequence[PlanRow],
 ) -> tuple[PlanRow, ...]:
-    """Makes all rows, and reuses those of `kept` (the previous plan) that have not changed.
+    """Makes all rows; reuses unchanged ones of `previous_rows`, those of the previous plan.
 
-    upper: largest batch of each row.  probing: (rows, probe), a probe and the rows that share it.
+    upper_batch_sizes: largest batch of each row.  shared_probe: (rows, probe), a probe and the rows
+    that share it.
     """
     rows = []
-    for j, (size, arm, reason) in enumerate(zip(upper, chosen, reasons, strict=True)):
-        probe = probing[1] if probing and j in probing[0] else None
-        row = kept[j] if j < len(kept) else None
+    for j, (size, arm, reason) in enumerate(zip(upper_batch_sizes, chosen, reasons, strict=True)):
+        probe = shared_probe[1] if shared_probe and j in shared_probe[0] else None
+        row = previous_rows[j] if j < len(previous_rows) else None
         if row is None or (
             row.arm is not arm
             or row.reason is not reason
             or row.probe is not probe
             or row.max_batch_size != size
         ):
-            row = row_of(spec, size, arm, reason, probe)
+            row = make_row(spec, size, arm, reason, probe)
         rows.append(row)
     return tuple(rows)
 
 
-def reach(
-    upper: Sequence[int], choice: Sequence[int], bucket: int, feasible: NDArray[np.bool_] | None
+def rows_for_probe(
+    upper_batch_sizes: Sequence[int],
+    choices: Sequence[int],
+    row: int,
+    feasible: NDArray[np.bool_] | None,
 ) -> tuple[int, ...]:
     """Returns the rows in which a probe for one of them may run.
 
@@ -59,39 +65,43 @@ def reach(
     half as large that have the same choice.  feasible: [rows], where the probe's arm may run; None:
     everywhere.
     """
-    size, chosen = upper[bucket], choice[bucket]
+    size, chosen = upper_batch_sizes[row], choices[row]
     return tuple(
         j
-        for j, end in enumerate(upper)
-        if size <= 2 * end
-        and end <= 2 * size
-        and choice[j] == chosen
+        for j, upper_size in enumerate(upper_batch_sizes)
+        if size <= 2 * upper_size
+        and upper_size <= 2 * size
+        and choices[j] == chosen
         and (feasible is None or feasible[j])
     )
 
 
-def forced_rows(
-    spec: EngineSpec, upper: Iterable[int], arms: Sequence[Arm], forced: Arm
+def make_forced_rows(
+    spec: EngineSpec, upper_batch_sizes: Iterable[int], arms: Sequence[Arm], forced_arm: Arm
 ) -> tuple[PlanRow, ...]:
     """Makes rows with the forced arm, or the shortest draft where it cannot run."""
     rows = []
-    for size in upper:
-        able = [arm for arm in arms if spec.can_run(arm, size)] or arms
-        arm = forced if forced in able else min(able, key=attrgetter("gamma"))
-        rows.append(row_of(spec, size, arm, Reason.PROFILING, None))
+    for size in upper_batch_sizes:
+        runnable_arms = [arm for arm in arms if spec.can_run(arm, size)] or arms
+        arm = (
+            forced_arm
+            if forced_arm in runnable_arms
+            else min(runnable_arms, key=attrgetter("gamma"))
+        )
+        rows.append(make_row(spec, size, arm, Reason.PROFILING, None))
     return tuple(rows)
 
 
-def without_probes(spec: EngineSpec, rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
+def drop_probes(spec: EngineSpec, rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
     """Returns the same rows without probes."""
     return tuple(
-        row if row.probe is None else row_of(spec, row.max_batch_size, row.arm, row.reason, None)
+        row if row.probe is None else make_row(spec, row.max_batch_size, row.arm, row.reason, None)
         for row in rows
     )
 
 
-def _sleeps(spec: EngineSpec, arm: Arm) -> bool:
-    return arm.gamma == 0 and spec.able.can_sleep
+def _lets_drafter_sleep(spec: EngineSpec, arm: Arm) -> bool:
+    return arm.gamma == 0 and spec.remaining_capabilities.can_sleep
 
 
 def batch_buckets(
@@ -111,21 +121,21 @@ def batch_buckets(
         while size < max_batch_size:
             size *= 1.19
             sizes.add(min(round(size), max_batch_size))
-    most = max(1, min(_BUCKETS_MAX, _CELLS_MAX // arms))
-    return _coarse([*sorted(sizes - {max_batch_size}), max_batch_size], most)
+    max_buckets = max(1, min(_BUCKETS_MAX, _CELLS_MAX // arms))
+    return _thin_out([*sorted(sizes - {max_batch_size}), max_batch_size], max_buckets)
 
 
-def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Keeps at most `most` of the ascending sizes, evenly spaced in log B, including the last."""
-    if len(sizes) <= most:
+def _thin_out(sizes: Sequence[int], max_count: int) -> tuple[int, ...]:
+    """Keeps at most `max_count` of the ascending sizes, evenly spaced in log B, with the last."""
+    if len(sizes) <= max_count:
         return tuple(sizes)
-    *captured, last = sizes
-    kept: list[int] = []
-    at, left = 0, most - 1
-    while left > 0 and at < len(captured):
-        kept.append(captured[at])
-        left -= 1
+    *captured, last_size = sizes
+    selected: list[int] = []
+    index, remaining = 0, max_count - 1
+    while remaining > 0 and index < len(captured):
+        selected.append(captured[index])
+        remaining -= 1
         # The remaining range is divided into equal ratios, one for each remaining bucket.
-        ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
-        at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
-    return (*kept, last)
+        ratio = (captured[-1] / captured[index]) ** (1 / remaining) if remaining else 1.0
+        index = max(index + 1, bisect_left(captured, captured[index] * ratio * (1 - 1e-9)))
+    return (*selected, last_size)

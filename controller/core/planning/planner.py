@@ -18,100 +18,102 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.shifts import ShiftProbabilities
+from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.observation_cost import ObservationCost, ObservationPlanner
-from controller.core.planning.token_time import RowBounds, TokenTimeBound, narrowed
+from controller.core.planning.observation_cost import ObservationCost, ObservationPricer
+from controller.core.planning.token_time import RowBounds, TokenTimeBound, apply_bounds
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
 # Factor on the value of an arm that may not run.
-_UNTHINKABLE = 1e-12
+_EXCLUDED_FACTOR = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
     """Holds all inputs of the choice.
 
-    traffic: the acceptance curves.  expected: [arms, buckets], expected accepted draft tokens.
-    catch_up: [arms, buckets], seconds that the arm's drafter first needs to catch up.
-    switch_seconds: cost of any change of arm.  costs, value: [arms, buckets], value in tokens per
-    second of the whole batch.
+    traffic: the acceptance curves.  expected_accepted: [arms, buckets], expected accepted draft
+    tokens. catch_up_seconds: [arms, buckets], seconds that the arm's drafter first needs to catch
+    up. switch_seconds: cost of any change of arm.  costs, tokens_per_second: [arms, buckets], value
+    in tokens per second of the whole batch.
     """
 
     traffic: TrafficCurves
-    expected: NDArray[np.float64]
+    expected_accepted: NDArray[np.float64]
     costs: Costs
-    catch_up: NDArray[np.float64]
+    catch_up_seconds: NDArray[np.float64]
     catch_up_price: CatchUpPrice
-    value: NDArray[np.float64]
+    tokens_per_second: NDArray[np.float64]
     switch_seconds: float = 0.0
 
     @property
-    def tpot(self) -> NDArray[np.float64]:
+    def tpot_seconds(self) -> NDArray[np.float64]:
         """Returns [arms, buckets], the expected seconds between a sequence's output tokens."""
-        return self.costs.seconds / (1 + self.expected)
+        return self.costs.seconds / (1 + self.expected_accepted)
 
 
-def evaluate(
+def evaluate_arms(
     arms: Sequence[Arm],
     sizes: NDArray[np.float64],
     traffic: TrafficCurves,
     costs: Costs,
-    catch_up: Mapping[str, NDArray[np.float64]],
+    catch_up_by_drafter: Mapping[str, NDArray[np.float64]],
     catch_up_price: CatchUpPrice,
     switch_seconds: float = 0.0,
 ) -> Values:
     """Computes the values of all arms at all buckets.
 
-    catch_up: by drafter, [buckets] seconds.
+    catch_up_seconds: by drafter, [buckets] seconds.
     """
-    expected = traffic.expected(arms, sizes)
-    price = np.zeros(expected.shape)
+    expected_accepted = traffic.expected_accepted(arms, sizes)
+    catch_up_seconds = np.zeros(expected_accepted.shape)
     for i, arm in enumerate(arms):
         if arm.gamma:
-            price[i] = catch_up[arm.drafter]
+            catch_up_seconds[i] = catch_up_by_drafter[arm.drafter]
     return Values(
         traffic,
-        expected,
+        expected_accepted,
         costs,
-        price,
+        catch_up_seconds,
         catch_up_price,
-        (1 + expected) * sizes / costs.seconds,
+        (1 + expected_accepted) * sizes / costs.seconds,
         switch_seconds,
     )
 
 
-def _only(may: NDArray[np.bool_] | None, value: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns [arms, rows]: the values, almost 0 where an arm may not run.  may: None for all."""
-    return value if may is None else np.where(may, value, value * _UNTHINKABLE)
+def _mask_excluded(
+    is_allowed: NDArray[np.bool_] | None, value: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Returns the values, [arms, rows], almost 0 for forbidden arms.  is_allowed: None for all."""
+    return value if is_allowed is None else np.where(is_allowed, value, value * _EXCLUDED_FACTOR)
 
 
 @dataclass(frozen=True, slots=True)
 class LossLimits:
     """Limits the loss against plain decoding now, see `loss_account`.
 
-    waking: plain steps that waking a drafter may cost, [arms, rows] or one for all.
-    by_belief: whether gamma = 0 is not charged for what it does not observe.
+    wake_up_steps: plain steps that waking a drafter may cost, [arms, rows] or one for all.
+    ignores_observation_cost: whether gamma = 0 is not charged for what it does not observe.
     """
 
-    waking: float | NDArray[np.float64] = math.inf
-    by_belief: bool = False
+    wake_up_steps: float | NDArray[np.float64] = math.inf
+    ignores_observation_cost: bool = False
 
 
-NO_LIMITS = LossLimits()
+NO_LOSS_LIMITS = LossLimits()
 
 
-@recorded("planner", "choice observation proven reasons switches")
+@recorded("planner", "choice proven reasons switches", observation="observation_cost")
 class Planner:
     """Holds the present choice per bucket, which only `update` changes."""
 
-    explores = True
+    can_explore = True
     # Whether `update` uses discounts.
     is_cautious = True
 
@@ -121,23 +123,23 @@ class Planner:
         self.arms = tuple(arms)
         self.buckets = tuple(buckets)
         self._settings = settings
-        self._off = np.array([arm.gamma == 0 for arm in arms])
-        self._observation_planner = ObservationPlanner(
+        self._is_off = np.array([arm.gamma == 0 for arm in arms])
+        self._observation_pricer = ObservationPricer(
             arms, np.asarray(buckets, dtype=np.float64), settings
         )
         self._feasible: NDArray[np.bool_] | None = None
         self._possible: NDArray[np.bool_] | None = None
         self._bounds: RowBounds | None = None
         # In the present update: by row, the arm that is not chosen only because of a bound.
-        self._excluded: dict[int, int] = {}
-        self.observation: ObservationCost | None = None
+        self._excluded_arms: dict[int, int] = {}
+        self.observation_cost: ObservationCost | None = None
         self.choice: list[int] | None = None
         # The newest choice of each bucket that has run; None where none has.
         self.proven: list[int | None] = [None] * len(buckets)
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
         self.switches = 0
 
-    def limit(
+    def set_rows(
         self,
         buckets: Sequence[int],
         sizes: NDArray[np.float64],
@@ -148,150 +150,165 @@ class Planner:
         """Replaces the rows, and sets which arms may run in them.
 
         buckets: upper ends, ascending.  sizes: the batch size at which each row is valued.
-        possible, feasible, bounds: as in `PlanRows`.
+        possible, feasible, bounds: as in `RowConstraints`.
         """
         if self.choice is not None:
-            old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
-            self.choice = [self.choice[j] for j in old]
-            self.proven = [self.proven[j] for j in old]
+            previous_rows = [
+                min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets
+            ]
+            self.choice = [self.choice[j] for j in previous_rows]
+            self.proven = [self.proven[j] for j in previous_rows]
         else:
             self.proven = [None] * len(buckets)
         self.buckets = tuple(buckets)
         self.reasons = [Reason.EXPLOIT] * len(buckets)
-        self._observation_planner = ObservationPlanner(self.arms, sizes, self._settings)
-        self.observation = None
+        self._observation_pricer = ObservationPricer(self.arms, sizes, self._settings)
+        self.observation_cost = None
         self._feasible, self._possible = feasible, possible
         self._bounds = RowBounds(self.arms, bounds) if bounds else None
 
     def observe(self, report: StepReport) -> None:
         """Ignores the report; this rule needs only the estimates."""
 
-    def prove(self, ran: NDArray[np.bool_]) -> Sequence[int | None]:
+    def update_proven(self, was_run: NDArray[np.bool_]) -> Sequence[int | None]:
         """Returns the newest choice of each bucket that has run, by arm index, or None.
 
-        ran: [arms], whether a step has run with the arm in any batch.
+        was_run: [arms], whether a step has run with the arm in any batch.
         """
         if self.choice is not None:
-            has_run, pairs = ran.tolist(), zip(self.choice, self.proven, strict=True)
-            self.proven = [now if has_run[now] else before for now, before in pairs]
+            has_run_list, pairs = was_run.tolist(), zip(self.choice, self.proven, strict=True)
+            self.proven = [
+                chosen if has_run_list[chosen] else previous for chosen, previous in pairs
+            ]
         return self.proven
 
     def update(
         self,
         values: Values,
-        hazard: Hazard,
+        hazard: ShiftProbabilities,
         discounts: NDArray[np.float64] | None = None,
-        limits: LossLimits = NO_LIMITS,
+        limits: LossLimits = NO_LOSS_LIMITS,
     ) -> Sequence[int]:
         """Changes the choice where the gain exceeds margin and price; returns an arm per bucket.
 
         discounts: [arms, buckets], factors on the values, see `doubt`.
         """
-        value = _only(self._possible, values.value)
+        value = _mask_excluded(self._possible, values.tokens_per_second)
         if discounts is not None:
             value = value * discounts
-        plain, keeps = value, self._keeping(values, discounts)
-        if self._off[narrowed(plain, plain, keeps).argmax(axis=0)].any():
-            self.observation = self._observation_planner.observation(
-                self._looked_at(value, keeps), values.costs.seconds, values.catch_up_price, hazard
+        unpriced_value, is_within = value, self._arms_within_bounds(values, discounts)
+        if self._is_off[
+            apply_bounds(unpriced_value, unpriced_value, is_within).argmax(axis=0)
+        ].any():
+            self.observation_cost = self._observation_pricer.price_observation(
+                self._probe_values(value, is_within),
+                values.costs.seconds,
+                values.catch_up_price,
+                hazard,
             )
-            if self.observation is not None and not limits.by_belief:
-                value = np.where(self._off[:, None], value * (1 - self.observation.loss), value)
+            if self.observation_cost is not None and not limits.ignores_observation_cost:
+                value = np.where(
+                    self._is_off[:, None], value * (1 - self.observation_cost.loss_share), value
+                )
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
-            self._say_overridden(narrowed(value, plain, keeps).argmax(axis=0))
-            value = _only(self._feasible, value)
-        if keeps is not None:
-            value = self._bounded(value, plain, keeps)
-        best: list[int] = value.argmax(axis=0).tolist()
+            self._mark_overridden(apply_bounds(value, unpriced_value, is_within).argmax(axis=0))
+            value = _mask_excluded(self._feasible, value)
+        if is_within is not None:
+            value = self._apply_bounds(value, unpriced_value, is_within)
+        best_arms: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
-            self.choice = best
+            self.choice = best_arms
             return self.choice
-        return self._move(value, best, values, limits)
+        return self._switch_choice(value, best_arms, values, limits)
 
-    def _move(
-        self, value: NDArray[np.float64], best: list[int], values: Values, limits: LossLimits
+    def _switch_choice(
+        self, value: NDArray[np.float64], best_arms: list[int], values: Values, limits: LossLimits
     ) -> Sequence[int]:
         """Changes the choice to the best arm where that is worth its price.
 
         value: [arms, rows].
         """
         assert self.choice is not None
-        awake = self._affordable(values, limits)
-        if awake is None and best == self.choice:
+        is_affordable = self._affordable_arms(values, limits)
+        if is_affordable is None and best_arms == self.choice:
             return self.choice
-        value = _only(awake, value)
-        for j, (wanted, now) in enumerate(zip(best, self.choice, strict=True)):
-            if wanted == now and (awake is None or awake[now, j]):
+        value = _mask_excluded(is_affordable, value)
+        for j, (best_arm, current_arm) in enumerate(zip(best_arms, self.choice, strict=True)):
+            if best_arm == current_arm and (is_affordable is None or is_affordable[current_arm, j]):
                 continue
-            taken = self._worth_it(value[:, j].tolist(), now, j, values, limits)
-            if taken != now:
-                self.choice[j] = taken
+            new_arm = self._best_worthwhile_arm(
+                value[:, j].tolist(), current_arm, j, values, limits
+            )
+            if new_arm != current_arm:
+                self.choice[j] = new_arm
                 self.switches += 1
-            if taken != wanted and self.reasons[j] is Reason.EXPLOIT:
+            if new_arm != best_arm and self.reasons[j] is Reason.EXPLOIT:
                 self.reasons[j] = Reason.HOLD
         return self.choice
 
-    def _affordable(self, values: Values, limits: LossLimits) -> NDArray[np.bool_] | None:
+    def _affordable_arms(self, values: Values, limits: LossLimits) -> NDArray[np.bool_] | None:
         """Marks [arms, buckets] whose drafter is awake or may be woken now; None for all."""
-        if not values.catch_up.any() or not self._off.any():
+        if not values.catch_up_seconds.any() or not self._is_off.any():
             return None
-        price = np.where(values.catch_up > 0, values.catch_up + values.switch_seconds, 0.0)
-        plain = values.costs.seconds[self._off].min(axis=0)
-        found: NDArray[np.bool_] = price <= limits.waking * plain
+        wake_up_seconds = np.where(
+            values.catch_up_seconds > 0, values.catch_up_seconds + values.switch_seconds, 0.0
+        )
+        plain_seconds = values.costs.seconds[self._is_off].min(axis=0)
+        is_affordable: NDArray[np.bool_] = wake_up_seconds <= limits.wake_up_steps * plain_seconds
         if self._feasible is not None:
             # Where gamma = 0 may not run, the loss against it is undefined.
-            found |= ~self._feasible[self._off].any(axis=0)
-        return None if found.all() else found
+            is_affordable |= ~self._feasible[self._is_off].any(axis=0)
+        return None if is_affordable.all() else is_affordable
 
-    def _worth_it(
-        self, value: list[float], now: int, row: int, values: Values, limits: LossLimits
+    def _best_worthwhile_arm(
+        self, value: list[float], current_arm: int, row: int, values: Values, limits: LossLimits
     ) -> int:
-        """Returns the best arm of a row that is worth a change from `now`; `now` if none is.
+        """Returns the best arm of a row that is worth a change, or `current_arm`.
 
         value: [arms] of the row, by which it is chosen.
         """
-        least = max(value[now], 1e-12)
+        current_value = max(value[current_arm], 1e-12)
         for arm in sorted(range(len(value)), key=value.__getitem__, reverse=True):
-            gain = value[arm] / least - 1
-            if arm == now or gain <= 0:
-                return now
-            if limits.by_belief:
-                if self._off[arm]:
+            gain = value[arm] / current_value - 1
+            if arm == current_arm or gain <= 0:
+                return current_arm
+            if limits.ignores_observation_cost:
+                if self._is_off[arm]:
                     return arm
             elif gain <= self._settings.switch_margin:
                 # The remaining arms gain less.
-                return now
-            price = values.catch_up.item(arm, row) + values.switch_seconds
-            paid_back = gain * self._settings.payback_seconds > price
-            if gain > self._settings.switch_margin and paid_back:
+                return current_arm
+            price_seconds = values.catch_up_seconds.item(arm, row) + values.switch_seconds
+            is_paid_back = gain * self._settings.payback_seconds > price_seconds
+            if gain > self._settings.switch_margin and is_paid_back:
                 return arm
-        return now
+        return current_arm
 
-    def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
+    def _mark_overridden(self, unconstrained: Sequence[int] | NDArray[np.int64]) -> None:
         assert self._feasible is not None
-        for j, arm in enumerate(wanted):
+        for j, arm in enumerate(unconstrained):
             is_possible = self._possible is None or self._possible[arm, j]
             if is_possible and not self._feasible[arm, j]:
                 self.reasons[j] = Reason.OVERRIDE
 
-    def _take(self, choice: list[int], values: Values) -> list[int]:
+    def _apply_choice(self, choice: list[int], values: Values) -> list[int]:
         """Adopts a rule's choice, or the best feasible arm where that may not run."""
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
-            self._say_overridden(choice)
-            best = _only(self._feasible, values.value).argmax(axis=0)
+            self._mark_overridden(choice)
+            best = _mask_excluded(self._feasible, values.tokens_per_second).argmax(axis=0)
             choice = [
                 arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)
             ]
         if self._bounds is not None:
-            choice = self._within_bounds(choice, values)
+            choice = self._replace_out_of_bounds(choice, values)
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
         return choice
 
-    def _keeping(
+    def _arms_within_bounds(
         self, values: Values, discounts: NDArray[np.float64] | None = None
     ) -> NDArray[np.bool_] | None:
         """Returns [arms, buckets], which arms the engine can run within the bound; None: no bound.
@@ -300,73 +317,85 @@ class Planner:
         """
         if self._bounds is None:
             return None
-        tpot = values.tpot if discounts is None else values.tpot / discounts
-        keeps = self._bounds.keeping(tpot, self.choice, self._settings.switch_margin)
-        return keeps if self._possible is None else keeps & self._possible
+        tpot_seconds = values.tpot_seconds if discounts is None else values.tpot_seconds / discounts
+        is_within = self._bounds.arms_within_bounds(
+            tpot_seconds, self.choice, self._settings.switch_margin
+        )
+        return is_within if self._possible is None else is_within & self._possible
 
-    def _looked_at(
-        self, value: NDArray[np.float64], keeps: NDArray[np.bool_] | None
+    def _probe_values(
+        self, value: NDArray[np.float64], is_within: NDArray[np.bool_] | None
     ) -> NDArray[np.float64]:
-        if self._bounds is None or keeps is None:
+        if self._bounds is None or is_within is None:
             return value
-        return self._bounds.looked_at(value, keeps)
+        return self._bounds.probe_values(value, is_within)
 
-    def _bounded(
-        self, value: NDArray[np.float64], plain: NDArray[np.float64], keeps: NDArray[np.bool_]
+    def _apply_bounds(
+        self,
+        value: NDArray[np.float64],
+        unpriced_value: NDArray[np.float64],
+        is_within: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
         """Applies the bounds to the values, and records which choices they exclude.
 
-        value: of feasible arms, almost 0 for others.  plain: of all arms, without the price of
-        observing nothing.
+        value: of feasible arms, almost 0 for others.  unpriced_value: of all arms, without the
+        price of observing nothing.
         """
         if self._feasible is not None:
-            keeps = keeps & self._feasible
-            plain = _only(self._feasible, plain)
-        kept = narrowed(value, plain, keeps)
-        self._say_excluded(value.argmax(axis=0), kept.argmax(axis=0))
-        return kept
+            is_within = is_within & self._feasible
+            unpriced_value = _mask_excluded(self._feasible, unpriced_value)
+        bounded_value = apply_bounds(value, unpriced_value, is_within)
+        self._record_excluded(value.argmax(axis=0), bounded_value.argmax(axis=0))
+        return bounded_value
 
-    def _within_bounds(self, choice: list[int], values: Values) -> list[int]:
+    def _replace_out_of_bounds(self, choice: list[int], values: Values) -> list[int]:
         """Replaces a rule's choices that exceed the bound by the best arm that meets it.
 
         If no arm meets it, the one with the smallest time per token is chosen.
         """
-        value, keeps = _only(self._possible, values.value), self._keeping(values)
-        assert keeps is not None
+        value, is_within = (
+            _mask_excluded(self._possible, values.tokens_per_second),
+            self._arms_within_bounds(values),
+        )
+        assert is_within is not None
         if self._feasible is not None:
-            value, keeps = _only(self._feasible, value), keeps & self._feasible
-        best = narrowed(value, value, keeps).argmax(axis=0).tolist()
-        kept = [arm if keeps[arm, j] else best[j] for j, arm in enumerate(choice)]
-        self._say_excluded(choice, kept)
-        return kept
+            value, is_within = _mask_excluded(self._feasible, value), is_within & self._feasible
+        best_arms = apply_bounds(value, value, is_within).argmax(axis=0).tolist()
+        bounded_choice = [
+            arm if is_within[arm, j] else best_arms[j] for j, arm in enumerate(choice)
+        ]
+        self._record_excluded(choice, bounded_choice)
+        return bounded_choice
 
-    def _say_excluded(
+    def _record_excluded(
         self,
-        wanted: Sequence[int] | NDArray[np.int64],
+        unbounded: Sequence[int] | NDArray[np.int64],
         chosen: Sequence[int] | NDArray[np.int64],
     ) -> None:
         assert self._bounds is not None
-        pairs = enumerate(zip(wanted, chosen, strict=True))
-        self._excluded = {j: int(arm) for j, (arm, instead) in pairs if arm != instead}
-        for j in self._excluded:
-            if self._bounds.commanded[j]:
+        pairs = enumerate(zip(unbounded, chosen, strict=True))
+        self._excluded_arms = {j: int(arm) for j, (arm, replacement) in pairs if arm != replacement}
+        for j in self._excluded_arms:
+            if self._bounds.is_from_override[j]:
                 self.reasons[j] = Reason.OVERRIDE
 
-    def take_excluded(self) -> dict[int, int]:
+    def pop_excluded(self) -> dict[int, int]:
         """Returns, by row, the arm that was not chosen in the last update only because of a bound.
 
         The record is cleared: no later decision depends on it.
         """
-        excluded, self._excluded = self._excluded, {}
+        excluded, self._excluded_arms = self._excluded_arms, {}
         return excluded
 
-    def may_probe(self, values: Values, row: int) -> NDArray[np.bool_] | None:
+    def probe_candidates(self, values: Values, row: int) -> NDArray[np.bool_] | None:
         """Returns [arms], which may be probed in a row after an update; None: all."""
         feasible = None if self._feasible is None else self._feasible[:, row]
         if self._bounds is None or self.choice is None:
             return feasible
         share = self._settings.probe_share
-        if self.observation is not None:
-            share = max(share, float(self.observation.share[row]))
-        tpot, seconds = values.tpot[:, row], values.costs.seconds[:, row]
-        return self._bounds.may_probe(row, self.choice[row], tpot, seconds, feasible, share)
+        if self.observation_cost is not None:
+            share = max(share, float(self.observation_cost.budget_share[row]))
+        tpot_seconds, seconds = values.tpot_seconds[:, row], values.costs.seconds[:, row]
+        return self._bounds.probe_candidates(
+            row, self.choice[row], tpot_seconds, seconds, feasible, share
+        )

@@ -18,7 +18,7 @@ from controller.core.engine_spec import Arm
 from controller.core.planning.overrides import Limits
 
 # Factor on the value of an arm that exceeds a bound which another arm meets.
-_BROKEN = 1e-9
+_VIOLATION_FACTOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,81 +32,84 @@ class TokenTimeBound:
     override_id: str = ""
 
     def __str__(self) -> str:
-        whose = f" (override {self.override_id})" if self.override_id else ""
-        return f"bound of {1e3 * self.seconds:g} ms a token{whose}"
+        source = f" (override {self.override_id})" if self.override_id else ""
+        return f"bound of {1e3 * self.seconds:g} ms a token{source}"
 
 
-def bounds_of(
+def token_time_bounds(
     ceiling_seconds: float, limits: Sequence[Limits]
 ) -> tuple[TokenTimeBound | None, ...]:
     """Returns the bound of each row; an empty tuple if no row has one.
 
     ceiling_seconds: of the setting, 0 = none.  limits: of each row.
     """
-    found = tuple(_strictest(ceiling_seconds, limit) for limit in limits)
-    return found if any(found) else ()
+    bounds = tuple(_strictest_bound(ceiling_seconds, limit) for limit in limits)
+    return bounds if any(bounds) else ()
 
 
-def _strictest(ceiling_seconds: float, limits: Limits) -> TokenTimeBound | None:
-    asked = limits.tpot_max_seconds
-    if asked is not None and not 0 < ceiling_seconds <= asked:
-        return TokenTimeBound(asked, limits.tpot_by)
+def _strictest_bound(ceiling_seconds: float, limits: Limits) -> TokenTimeBound | None:
+    override_seconds = limits.tpot_max_seconds
+    if override_seconds is not None and not 0 < ceiling_seconds <= override_seconds:
+        return TokenTimeBound(override_seconds, limits.tpot_by)
     return TokenTimeBound(ceiling_seconds) if ceiling_seconds > 0 else None
 
 
 class RowBounds:
     """Holds the bounds of a plan's rows for the planner; immutable.
 
-    seconds: [rows], inf where there is no bound.  commanded: for each row, whether an override sets
-    its bound.
+    seconds: [rows], inf where there is no bound.  is_from_override: for each row, whether an
+    override sets its bound.
     """
 
     def __init__(self, arms: Sequence[Arm], bounds: Sequence[TokenTimeBound | None]) -> None:
         self.seconds = np.array([np.inf if b is None else b.seconds for b in bounds])
-        self.commanded = tuple(b is not None and b.override_id != "" for b in bounds)
+        self.is_from_override = tuple(b is not None and b.override_id != "" for b in bounds)
         self._arms = tuple(arms)
         # By drafter, [arms], whether an arm drafts with it.
-        self._drafting_of = {
+        self._drafting_by_drafter = {
             name: np.array([arm.drafter == name and arm.gamma > 0 for arm in arms])
             for name in dict.fromkeys(arm.drafter for arm in arms)
         }
 
-    def keeping(
-        self, tpot: NDArray[np.float64], running: Sequence[int] | None, margin: float
+    def arms_within_bounds(
+        self, tpot_seconds: NDArray[np.float64], current_arms: Sequence[int] | None, margin: float
     ) -> NDArray[np.bool_]:
         """Returns [arms, rows], whether an arm meets a row's bound.
 
-        tpot: [arms, rows] seconds.  running: the present choice of each row, by arm index; it may
-        exceed the bound by `margin`, so that noise at the bound does not cause switching.
+        tpot_seconds: [arms, rows] seconds.  current_arms: the present choice of each row, by arm
+        index; it may exceed the bound by `margin`, so that noise at the bound does not cause
+        switching.
         """
-        keeps: NDArray[np.bool_] = tpot <= self.seconds
-        if running is not None:
+        is_within: NDArray[np.bool_] = tpot_seconds <= self.seconds
+        if current_arms is not None:
             rows = np.arange(len(self.seconds))
-            keeps[running, rows] |= tpot[running, rows] <= self.seconds * (1 + margin)
-        return keeps
+            is_within[current_arms, rows] |= tpot_seconds[current_arms, rows] <= self.seconds * (
+                1 + margin
+            )
+        return is_within
 
-    def looked_at(
-        self, value: NDArray[np.float64], keeps: NDArray[np.bool_]
+    def probe_values(
+        self, value: NDArray[np.float64], is_within: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Returns [arms, rows], the values by which probes from gamma = 0 are priced.
 
         Only arms that meet the bound are probed.  If no arm of a drafter meets it, its arms are
         priced as without a bound.
         """
-        seen = narrowed(value, value, keeps)
-        for drafting in self._drafting_of.values():
-            none = ~keeps[drafting].any(axis=0)
-            seen = np.where(drafting[:, None] & none, value, seen)
-        return seen
+        values = apply_bounds(value, value, is_within)
+        for drafting in self._drafting_by_drafter.values():
+            has_none = ~is_within[drafting].any(axis=0)
+            values = np.where(drafting[:, None] & has_none, value, values)
+        return values
 
-    def may_probe(
+    def probe_candidates(
         self,
         row: int,
-        now: int,
-        tpot: NDArray[np.float64],
+        current_arm: int,
+        tpot_seconds: NDArray[np.float64],
         step_seconds: NDArray[np.float64],
         feasible: NDArray[np.bool_] | None,
-        share: float,
+        probing_share: float,
     ) -> NDArray[np.bool_] | None:
         """Returns [arms], which may be probed in a row; None: all.
 
@@ -117,38 +120,40 @@ class RowBounds:
         those of the drafter's arms may be probed that would meet the bound if every draft were
         accepted, because only a probe can show that the traffic has changed.
 
-        now: index of the running arm.  tpot, step_seconds: [arms] of the row.  feasible: [arms]
-        that overrides and the engine allow, None = all.  share: share of the time that probing may
-        cost in the row.
+        current_arm: index of the running arm.  tpot_seconds, step_seconds: [arms] of the row.
+        feasible: [arms] that overrides and the engine allow, None = all.  probing_share: share of
+        the time that probing may cost in the row.
         """
-        most = self.seconds[row]
-        keeps: NDArray[np.bool_] = tpot <= most
+        max_seconds = self.seconds[row]
+        is_candidate: NDArray[np.bool_] = tpot_seconds <= max_seconds
         if feasible is not None:
-            keeps = keeps & feasible
-        if not keeps.any():
+            is_candidate = is_candidate & feasible
+        if not is_candidate.any():
             return feasible
-        keeps |= [arm.gamma == 0 for arm in self._arms]
-        if tpot[now] <= most * (1 - share):
+        is_candidate |= [arm.gamma == 0 for arm in self._arms]
+        if tpot_seconds[current_arm] <= max_seconds * (1 - probing_share):
             # A sequence gains at most gamma + 1 tokens in a step.
-            gained = np.array([arm.gamma + 1.0 for arm in self._arms])
-            keeps |= self._is_unseen(self._arms[now]) & (step_seconds <= most * gained)
-        return keeps if feasible is None else keeps & feasible
+            max_tokens = np.array([arm.gamma + 1.0 for arm in self._arms])
+            is_candidate |= self._is_unobserved(self._arms[current_arm]) & (
+                step_seconds <= max_seconds * max_tokens
+            )
+        return is_candidate if feasible is None else is_candidate & feasible
 
-    def _is_unseen(self, now: Arm) -> NDArray[np.bool_]:
+    def _is_unobserved(self, current_arm: Arm) -> NDArray[np.bool_]:
         """Returns [arms], the drafting arms about which the running arm gives no evidence."""
-        seen = now.drafter if now.gamma else None
-        return np.array([arm.gamma > 0 and arm.drafter != seen for arm in self._arms])
+        running_drafter = current_arm.drafter if current_arm.gamma else None
+        return np.array([arm.gamma > 0 and arm.drafter != running_drafter for arm in self._arms])
 
 
-def narrowed(
-    value: NDArray[np.float64], plain: NDArray[np.float64], keeps: NDArray[np.bool_] | None
+def apply_bounds(
+    value: NDArray[np.float64], fallback: NDArray[np.float64], is_within: NDArray[np.bool_] | None
 ) -> NDArray[np.float64]:
     """Returns [arms, rows], values that are almost 0 where an arm exceeds the bound.
 
-    In rows where no arm meets it: `plain`, which is largest where the time per token is smallest.
-    keeps: [arms, rows], whether an arm meets its bound; None = there are no bounds.
+    In rows where no arm meets it: `fallback`, which is largest where the time per token is
+    smallest. is_within: [arms, rows], whether an arm meets its bound; None = there are no bounds.
     """
-    if keeps is None:
+    if is_within is None:
         return value
-    kept = np.where(keeps, value, value * _BROKEN)
-    return np.where(keeps.any(axis=0), kept, plain)
+    bounded = np.where(is_within, value, value * _VIOLATION_FACTOR)
+    return np.where(is_within.any(axis=0), bounded, fallback)

@@ -20,10 +20,10 @@ from controller.core.training.selective_training import (
     TrainingState,
     TrainingView,
 )
-from controller.core.training.stride_planner import RegimePlanner, RegimeState
+from controller.core.training.stride_planner import StridePlanner, StridePlannerState
 
 
-@recorded("drafter_updates", "training _online")
+@recorded("drafter_updates", "training", online="_stride_planner")
 class DrafterUpdates:
     """Owns the training of one engine's drafter.
 
@@ -36,16 +36,16 @@ class DrafterUpdates:
         spec: EngineSpec,
         arms: Sequence[Arm],
         settings: TrainingSettings,
-        trained: TrainingState | None = None,
+        training_state: TrainingState | None = None,
     ) -> None:
-        introduced = spec.capabilities
-        self._able = spec.able
-        self._online: RegimePlanner | None = None
-        if introduced.can_update_online:
-            self._online = RegimePlanner(arms, spec.learner.name)
+        capabilities = spec.capabilities
+        self._capabilities = spec.remaining_capabilities
+        self._stride_planner: StridePlanner | None = None
+        if capabilities.can_update_online:
+            self._stride_planner = StridePlanner(arms, spec.learner.name)
         self.training: SelectiveTraining | None = None
-        if introduced.can_collect and introduced.can_take_versions:
-            state = trained or TrainingState()
+        if capabilities.can_collect and capabilities.can_take_versions:
+            state = training_state or TrainingState()
             self.training = SelectiveTraining(spec.learner.name, settings, state)
 
     def use_settings(self, settings: TrainingSettings) -> None:
@@ -53,14 +53,14 @@ class DrafterUpdates:
         if self.training is not None:
             self.training.settings = settings
 
-    def use_capabilities(self, able: Capabilities) -> None:
+    def use_capabilities(self, capabilities: Capabilities) -> None:
         """Updates the engine's capabilities; averages, rounds and versions are kept."""
-        self._able = able
+        self._capabilities = capabilities
 
     @property
-    def attended(self) -> bool:
+    def is_trainer_connected(self) -> bool:
         """Whether a trainer is connected."""
-        return self.training is not None and self.training.attended
+        return self.training is not None and self.training.is_trainer_connected
 
     @property
     def version(self) -> int:
@@ -70,15 +70,25 @@ class DrafterUpdates:
     @property
     def regime(self) -> Regime:
         """The chosen regime."""
-        if self.attended and self.training is not None:
-            trains = self._able.can_collect and self._able.can_take_versions
-            return Regime(RegimeMode.COLLECT) if trains and self.training.collects else Regime()
-        return Regime() if self._learning is None else self._learning.regime
+        if self.is_trainer_connected and self.training is not None:
+            can_train = self._capabilities.can_collect and self._capabilities.can_take_versions
+            return (
+                Regime(RegimeMode.COLLECT)
+                if can_train and self.training.is_collecting
+                else Regime()
+            )
+        return (
+            Regime() if self._active_stride_planner is None else self._active_stride_planner.regime
+        )
 
     @property
-    def strides(self) -> RegimeState | None:
+    def stride_state(self) -> StridePlannerState | None:
         """The numbers behind the last choice of the stride of online updates."""
-        return None if self._learning is None or self.attended else self._learning.state
+        return (
+            None
+            if self._active_stride_planner is None or self.is_trainer_connected
+            else self._active_stride_planner.state
+        )
 
     @property
     def view(self) -> TrainingView | None:
@@ -87,8 +97,8 @@ class DrafterUpdates:
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
         """Adds a step that was not part of a measurement."""
-        if self._online is not None:
-            self._online.observe(report, expected_seconds)
+        if self._stride_planner is not None:
+            self._stride_planner.observe(report, expected_seconds)
         if self.training is not None:
             self.training.observe(report)
 
@@ -96,10 +106,10 @@ class DrafterUpdates:
         self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None
     ) -> None:
         """Chooses the stride of online updates again."""
-        if self._learning is not None and not self.attended:
-            self._learning.update(values, row, batch_size, feasible)
+        if self._active_stride_planner is not None and not self.is_trainer_connected:
+            self._active_stride_planner.update(values, row, batch_size, feasible)
 
     @property
-    def _learning(self) -> RegimePlanner | None:
+    def _active_stride_planner(self) -> StridePlanner | None:
         """The planner of the stride, if the engine can update its drafter."""
-        return self._online if self._able.can_update_online else None
+        return self._stride_planner if self._capabilities.can_update_online else None

@@ -21,18 +21,18 @@ import json
 import math
 from dataclasses import asdict, astuple, dataclass, field, replace
 
-from controller.core.errors import MALFORMED, InvalidTrainingError
+from controller.core.errors import MALFORMED_JSON_ERRORS, InvalidTrainingError
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 # Rounds that are remembered, for display.
-_REMEMBERED = 16
+_REMEMBERED_ROUNDS = 16
 # Units after a deployment: those that are skipped, because requests that were running at the change
 # have a cache of the old version; those before an early verdict, which needs twice the margin; and
 # those before the final verdict.
-_PASSED_OVER = 3
-_EARLY_LOOK = 5
-_LAST_LOOK = 20
+_SKIPPED_UNITS = 3
+_EARLY_VERDICT_UNITS = 5
+_VERDICT_UNITS = 20
 MAX_VERSION = 2**31 - 1
 
 
@@ -160,8 +160,8 @@ class TrainingView:
     state: TrainingState
     attended: bool
     stored: int
-    threshold: int
-    served: int
+    signals_needed: int
+    served_version: int
     learnt: bool
 
     @property
@@ -177,76 +177,84 @@ class TrainingView:
         return "watching"
 
 
-@recorded("training_unit")
+@recorded("training_unit", "accepted drafts", tried="verified")
 @dataclass(slots=True)
-class _Unit:
+class _AcceptanceUnit:
     accepted: int = 0
-    tried: int = 0
+    verified: int = 0
     drafts: int = 0
 
     def add(self, report: StepReport) -> None:
         """Counts the drafts of a step."""
-        exact, censored = report.drafted
+        exact, censored = report.drafted_counts
         accepted = sum(k * count for part in (exact, censored) for k, count in enumerate(part))
         self.accepted += accepted
         # A sequence that accepted all of its drafts has no rejection.
-        self.tried += accepted + sum(exact[:-1])
+        self.verified += accepted + sum(exact[:-1])
         self.drafts += sum(exact) + sum(censored)
 
 
-@recorded("selective_training", "state attended stored served learnt _unit _skip")
+@recorded(
+    "selective_training",
+    "state _unit",
+    attended="is_trainer_connected",
+    stored="stored_signals",
+    served="served_version",
+    learnt="has_online_updates",
+    skip="_units_to_skip",
+)
 @dataclass(slots=True)
 class SelectiveTraining:
     """Runs the algorithm for one engine.  drafter: name of the drafter that is trained.
 
-    attended: a trainer is connected.  Without a trainer nothing is collected or requested; the
-    deployed version keeps serving and is judged.  learnt: online updates have changed the weights
-    of the served version, and the engine has not stored them.
+    is_trainer_connected: a trainer is connected.  Without a trainer nothing is collected or
+    requested; the deployed version keeps serving and is judged.  has_online_updates: online updates
+    have changed the weights of the served version, and the engine has not stored them.
     """
 
     drafter: str
     settings: TrainingSettings
     state: TrainingState = field(default_factory=TrainingState)
-    attended: bool = False
-    stored: int = 0
-    served: int = 0
-    learnt: bool = False
-    _unit: _Unit = field(default_factory=_Unit)
-    _skip: int = 0
+    is_trainer_connected: bool = False
+    stored_signals: int = 0
+    served_version: int = 0
+    has_online_updates: bool = False
+    _unit: _AcceptanceUnit = field(default_factory=_AcceptanceUnit)
+    _units_to_skip: int = 0
 
     @property
-    def collects(self) -> bool:
+    def is_collecting(self) -> bool:
         """Whether the engine must collect training signals now."""
-        return self.attended and self.state.collecting
+        return self.is_trainer_connected and self.state.collecting
 
     @property
     def view(self) -> TrainingView:
         """The present state, for display."""
         return TrainingView(
             self.state,
-            self.attended,
-            self.stored,
+            self.is_trainer_connected,
+            self.stored_signals,
             self.settings.threshold,
-            self.served,
-            self.learnt,
+            self.served_version,
+            self.has_online_updates,
         )
 
     def observe(self, report: StepReport) -> None:
         """Adds a step."""
-        if report.draft_version != self.served:
-            self.served = report.draft_version
-            self._unit, self._skip = _Unit(), _PASSED_OVER
-        self.learnt = report.learnt_from == report.draft_version
-        if not self.learnt and report.learnt_from == self.state.version:
-            self._adopt(report.draft_version)
+        if report.draft_version != self.served_version:
+            self.served_version = report.draft_version
+            self._unit, self._units_to_skip = _AcceptanceUnit(), _SKIPPED_UNITS
+        self.has_online_updates = report.learnt_from == report.draft_version
+        if not self.has_online_updates and report.learnt_from == self.state.version:
+            self._adopt_version(report.draft_version)
         if report.drafter != self.drafter or not report.gamma:
             return
         self._unit.add(report)
         if self._unit.drafts >= self.settings.unit_drafts:
-            unit, self._unit = self._unit, _Unit()
-            self.measure(unit.accepted / unit.tried)
+            unit, self._unit = self._unit, _AcceptanceUnit()
+            self.observe_rate(unit.accepted / unit.verified)
 
-    def measure(self, alpha: float) -> None:
+    def observe_rate(self, alpha: float) -> None:
         """Adds one acceptance rate: updates the averages, collecting and the trial."""
         state, settings = self.state, self.settings
         count = state.measured + 1
@@ -254,32 +262,38 @@ class SelectiveTraining:
             mean = state.short + (alpha - state.short) / count
             self.state = replace(state, measured=count, short=mean, long=mean)
             return
-        short = settings.short_decay * state.short + (1 - settings.short_decay) * alpha
-        long = settings.long_decay * state.long + (1 - settings.long_decay) * alpha
-        collecting = state.collecting or short < long - settings.margin
-        self.state = replace(state, measured=count, short=short, long=long, collecting=collecting)
-        if state.trial is not None and self.served == state.version and not self.learnt:
-            self._judge(state.trial, alpha)
+        short_average = settings.short_decay * state.short + (1 - settings.short_decay) * alpha
+        long_average = settings.long_decay * state.long + (1 - settings.long_decay) * alpha
+        collecting = state.collecting or short_average < long_average - settings.margin
+        self.state = replace(
+            state, measured=count, short=short_average, long=long_average, collecting=collecting
+        )
+        if (
+            state.trial is not None
+            and self.served_version == state.version
+            and not self.has_online_updates
+        ):
+            self._judge_trial(state.trial, alpha)
 
-    def keep(self, stored: int) -> int:
+    def record_stored_signals(self, stored_signals: int) -> int:
         """Records the number of stored signals; returns the round to train now, 0 for none.
 
         A running round is returned again, because its trainer may have restarted.  If the serving
         weights are not a version, collecting begins, so that the engine stores them as one.
         """
-        self.stored = stored
+        self.stored_signals = stored_signals
         state = self.state
         if state.training:
             return state.round
-        if stored < self.settings.threshold:
+        if stored_signals < self.settings.threshold:
             return 0
-        if self.learnt:
+        if self.has_online_updates:
             self.state = replace(state, collecting=True)
             return 0
         self.state = replace(state, round=state.round + 1, training=True)
         return self.state.round
 
-    def trained(self, result: TrainingResult) -> None:
+    def finish_round(self, result: TrainingResult) -> None:
         """Ends a round.  Raises InvalidTrainingError for one that is not running."""
         state = self.state
         if not state.training or result.round != state.round:
@@ -288,7 +302,7 @@ class SelectiveTraining:
                 + (f": {state.round} is" if state.training else ""),
                 field_path="round",
             )
-        self.stored = 0
+        self.stored_signals = 0
         if result.is_better:
             self._deploy(result)
             return
@@ -300,7 +314,7 @@ class SelectiveTraining:
             outcome, collecting = "rejected", False
         self.state = replace(
             state, training=False, collecting=collecting,
-            history=_and(state, RoundRecord(result, outcome)),
+            history=_append_record(state, RoundRecord(result, outcome)),
         )  # fmt: skip
 
     def _deploy(self, result: TrainingResult) -> None:
@@ -312,10 +326,10 @@ class SelectiveTraining:
             version=result.version,
             parent=state.version if trial is None else state.parent,
             trial=Trial(before=state.short if trial is None else trial.before),
-            history=_and(state, RoundRecord(result, "deployed")),
+            history=_append_record(state, RoundRecord(result, "deployed")),
         )
 
-    def _adopt(self, version: int) -> None:
+    def _adopt_version(self, version: int) -> None:
         """Replaces the version by the engine's stored version that was learnt from it.
 
         A trial continues, with the same rollback version.
@@ -325,21 +339,21 @@ class SelectiveTraining:
             parent = state.version if state.trial is None else state.parent
             self.state = replace(state, version=version, parent=parent)
 
-    def _judge(self, trial: Trial, alpha: float) -> None:
-        if self._skip:
-            self._skip -= 1
+    def _judge_trial(self, trial: Trial, alpha: float) -> None:
+        if self._units_to_skip:
+            self._units_to_skip -= 1
             return
         units, total = trial.units + 1, trial.total + alpha
         fall = trial.before - total / units
-        early = units >= _EARLY_LOOK and fall > 2 * self.settings.margin
-        if early or (units >= _LAST_LOOK and fall > self.settings.margin):
-            self._take_back()
-        elif units >= _LAST_LOOK:
+        is_early_failure = units >= _EARLY_VERDICT_UNITS and fall > 2 * self.settings.margin
+        if is_early_failure or (units >= _VERDICT_UNITS and fall > self.settings.margin):
+            self._roll_back()
+        elif units >= _VERDICT_UNITS:
             self.state = replace(self.state, trial=None)
         else:
             self.state = replace(self.state, trial=replace(trial, units=units, total=total))
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         state = self.state
         history = tuple(
             replace(record, outcome="rolled-back")
@@ -352,8 +366,8 @@ class SelectiveTraining:
         )
 
 
-def _and(state: TrainingState, record: RoundRecord) -> tuple[RoundRecord, ...]:
-    return (*state.history, record)[-_REMEMBERED:]
+def _append_record(state: TrainingState, record: RoundRecord) -> tuple[RoundRecord, ...]:
+    return (*state.history, record)[-_REMEMBERED_ROUNDS:]
 
 
 def to_json(state: TrainingState) -> str:
@@ -373,15 +387,15 @@ def from_json(text: str) -> TrainingState:
         state = TrainingState(
             **body, trial=None if trial is None else Trial(**trial), history=history
         )
-        _check(state)
-    except MALFORMED as error:
+        _check_state(state)
+    except MALFORMED_JSON_ERRORS as error:
         raise InvalidTrainingError(
             f"the text does not contain a state of training: {error}"
         ) from error
     return state
 
 
-def _check(state: TrainingState) -> None:
+def _check_state(state: TrainingState) -> None:
     counts = (state.measured, state.round, state.version, state.parent)
     if not all(type(count) is int and 0 <= count <= MAX_VERSION for count in counts):
         raise ValueError(f"counts {counts} must be integers in 0..{MAX_VERSION}")

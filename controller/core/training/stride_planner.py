@@ -32,8 +32,8 @@ from controller.core.training.update_response import Forecast, UpdateResponse
 _GUESSED_STEPS_LOST = 0.5
 _GUESSED_STEPS_BESIDE = 2.0
 # If a step takes more than this multiple of its expected time, an update is not the only cause.
-_MOST_STEPS_LOST = 3.0
-_RATE_FLOOR = 0.05
+_MAX_STEPS_LOST = 3.0
+_MIN_LEARNING_RATE = 0.05
 # Rounds between two updates; 0 is off.  The paper's, arXiv:2605.09329, Tables 3 and 7.
 STRIDES: Final = (0, 50, 20, 10, 5, 2, 1)
 # The horizon of a plan in rounds.
@@ -42,33 +42,39 @@ _HORIZON_ROUNDS = 10_000.0
 _SWITCH_MARGIN = 0.005
 _START_MARGIN = 0.004
 # Share of the optimistic gain that must be certain.
-_CAUTION = 0.33
+_CERTAIN_SHARE = 0.33
 # Rounds between two changes: acceptance responds slowly.
 _DWELL_ROUNDS = 64
 # Loss budget of trials: share of all time, initial budget and maximum, in steps.
 _TRIAL_SHARE = 0.005
 _TRIAL_START_STEPS = 16.0
-_TRIAL_MOST_STEPS = 40.0
+_TRIAL_MAX_STEPS = 40.0
 # A trial needs this budget in steps to begin, and lasts this many rounds if it stays promising.
-_TRIAL_LEAST_STEPS = 8.0
+_TRIAL_MIN_STEPS = 8.0
 _TRIAL_ROUNDS = 320
 # The first stride tried from off: its settled gain is about half of the possible gain.
 _FIRST_TRIAL = STRIDES.index(10)
 # Upper bound of a position's forecast acceptance.
-_MOST_CONDITIONAL = 0.995
+_MAX_CONDITIONAL = 0.995
 
 
-@recorded("update_costs")
+@recorded("update_costs", "updates", lost="lost_seconds", beside="steps_beside")
 @dataclass(slots=True)
-class _Paid:
+class _UpdateCost:
     """Holds means over the updates at similar batch sizes."""
 
     updates: int = 0
-    lost: float = 0.0
-    beside: float = 0.0
+    lost_seconds: float = 0.0
+    steps_beside: float = 0.0
 
 
-@recorded("update_price", "seconds _paid _open_lost _open_steps")
+@recorded(
+    "update_price",
+    "_open_steps",
+    seconds="last_update_seconds",
+    paid="_costs",
+    open_lost="_open_lost_seconds",
+)
 class UpdatePrice:
     """Estimates the seconds lost by an update, and the steps beside it; by batch size.
 
@@ -78,52 +84,52 @@ class UpdatePrice:
     """
 
     def __init__(self) -> None:
-        self._paid: dict[int, _Paid] = {}
-        self._open_lost = 0.0
+        self._costs: dict[int, _UpdateCost] = {}
+        self._open_lost_seconds = 0.0
         self._open_steps = 0
-        self.seconds = 0.0
+        self.last_update_seconds = 0.0
 
-    def fold(self, report: StepReport, expected_seconds: float) -> float:
+    def observe(self, report: StepReport, expected_seconds: float) -> float:
         """Adds a step; returns the seconds that it lost because of an update."""
         flags = report.flags
-        lost = 0.0
+        lost_seconds = 0.0
         if flags.updating:
             self._open_steps += 1
-            if not flags.distorts_shape:
-                most = _MOST_STEPS_LOST * expected_seconds
-                lost = min(report.step_seconds - expected_seconds, most)
-                self._open_lost += lost
+            if not flags.has_distorted_duration:
+                max_lost_seconds = _MAX_STEPS_LOST * expected_seconds
+                lost_seconds = min(report.step_seconds - expected_seconds, max_lost_seconds)
+                self._open_lost_seconds += lost_seconds
         if report.update_seconds:
-            self.seconds = report.update_seconds
-            paid = self._paid.setdefault(report.batch_size.bit_length(), _Paid())
-            paid.updates += 1
-            rate = max(_RATE_FLOOR, 1 / paid.updates)
-            paid.lost += rate * (self._open_lost - paid.lost)
-            paid.beside += rate * (self._open_steps - paid.beside)
-            self._open_lost, self._open_steps = 0.0, 0
-        return lost
+            self.last_update_seconds = report.update_seconds
+            cost = self._costs.setdefault(report.batch_size.bit_length(), _UpdateCost())
+            cost.updates += 1
+            learning_rate = max(_MIN_LEARNING_RATE, 1 / cost.updates)
+            cost.lost_seconds += learning_rate * (self._open_lost_seconds - cost.lost_seconds)
+            cost.steps_beside += learning_rate * (self._open_steps - cost.steps_beside)
+            self._open_lost_seconds, self._open_steps = 0.0, 0
+        return lost_seconds
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether an update was observed."""
-        return bool(self._paid)
+        return bool(self._costs)
 
-    def per_update(self, batch_size: int, step_seconds: float) -> float:
+    def lost_seconds_per_update(self, batch_size: int, step_seconds: float) -> float:
         """Returns the seconds that an update takes from the steps beside it, 0 or more."""
-        paid = self._nearest(batch_size)
-        return _GUESSED_STEPS_LOST * step_seconds if paid is None else max(0.0, paid.lost)
+        cost = self._nearest_cost(batch_size)
+        return _GUESSED_STEPS_LOST * step_seconds if cost is None else max(0.0, cost.lost_seconds)
 
     def updates_per_round(self, batch_size: int, stride: int) -> float:
         """Returns the updates per round: the stride's, limited by the duration of an update."""
-        paid = self._nearest(batch_size)
-        beside = _GUESSED_STEPS_BESIDE if paid is None else paid.beside
-        return 1 / max(stride, beside, 1.0)
+        cost = self._nearest_cost(batch_size)
+        steps_beside = _GUESSED_STEPS_BESIDE if cost is None else cost.steps_beside
+        return 1 / max(stride, steps_beside, 1.0)
 
-    def _nearest(self, batch_size: int) -> _Paid | None:
-        if not self._paid:
+    def _nearest_cost(self, batch_size: int) -> _UpdateCost | None:
+        if not self._costs:
             return None
         bits = batch_size.bit_length()
-        return self._paid[min(self._paid, key=lambda known: abs(known - bits))]
+        return self._costs[min(self._costs, key=lambda candidate_bits: abs(candidate_bits - bits))]
 
 
 @recorded("stride_value")
@@ -146,7 +152,7 @@ class StrideValue:
 
 @recorded("regime_state")
 @dataclass(frozen=True, slots=True)
-class RegimeState:
+class StridePlannerState:
     """Holds the numbers behind the regime, for display.
 
     updates: landed so far.  gain, gain_deviation: the largest possible gain of first-position
@@ -166,41 +172,50 @@ class RegimeState:
 
 @recorded(
     "regime_planner",
-    "state _at _moved_at _otherwise _price _response _rounds _trial_loss _trial_steps _trying",
+    "state _price _response _rounds _trial_steps",
+    at="_stride_index",
+    moved_at="_last_change_round",
+    otherwise="_baseline_index",
+    trial_loss="_trial_loss_steps",
+    trying="_is_trial",
 )
-class RegimePlanner:
+class StridePlanner:
     """Chooses the stride for one engine.  learner: name of the drafter that can be updated."""
 
     def __init__(self, arms: Sequence[Arm], learner: str) -> None:
         self._learner = learner
-        self._learns = np.array([arm.drafter == self._learner for arm in arms])
+        self._is_learner = np.array([arm.drafter == self._learner for arm in arms])
         self._gammas = np.array([arm.gamma for arm in arms])
         # Steps at gamma = 0 count as the learner's, whichever drafter they name.
-        self._cheap = self._learns | (self._gammas == 0)
+        self._is_learner_or_off = self._is_learner | (self._gammas == 0)
         self._response = UpdateResponse()
         self._price = UpdatePrice()
         # Index of the present stride, and of the stride that would be chosen without a trial.
-        self._at = self._otherwise = 0
-        self._rounds = self._moved_at = 0
-        self._trying = False
+        self._stride_index = self._baseline_index = 0
+        self._rounds = self._last_change_round = 0
+        self._is_trial = False
         self._trial_steps = _TRIAL_START_STEPS
         # Expected loss of the trial, as a share of every step.
-        self._trial_loss = 0.0
-        self.state: RegimeState | None = None
+        self._trial_loss_steps = 0.0
+        self.state: StridePlannerState | None = None
 
     @property
     def regime(self) -> Regime:
         """The last chosen regime."""
-        return Regime(RegimeMode.ONLINE, STRIDES[self._at]) if self._at else Regime()
+        return (
+            Regime(RegimeMode.ONLINE, STRIDES[self._stride_index])
+            if self._stride_index
+            else Regime()
+        )
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
         """Adds a report.  expected_seconds: of its step without an update beside it."""
         self._rounds += 1
         # A trainer that is still starting slows down no step.
-        lost = self._trial_loss if self._price.known else 0.0
-        self._trial_steps = min(self._trial_steps + _TRIAL_SHARE - lost, _TRIAL_MOST_STEPS)
-        self._price.fold(report, expected_seconds)
-        self._response.fold(report, drafted=report.drafter == self._learner)
+        lost_steps = self._trial_loss_steps if self._price.is_known else 0.0
+        self._trial_steps = min(self._trial_steps + _TRIAL_SHARE - lost_steps, _TRIAL_MAX_STEPS)
+        self._price.observe(report, expected_seconds)
+        self._response.observe(report, is_learner_step=report.drafter == self._learner)
 
     def update(
         self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None = None
@@ -209,111 +224,141 @@ class RegimePlanner:
 
         feasible: [arms], what may run there; None for all.
         """
-        rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
+        updates_per_round = [
+            self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES
+        ]
         seconds = values.costs.seconds[:, row]
-        least = float(seconds[self._cheap].min())
-        each = self._price.per_update(batch_size, least)
-        paid = max(self._trial_steps, 0.0) * least
+        cheapest_seconds = float(seconds[self._is_learner_or_off].min())
+        lost_seconds_per_update = self._price.lost_seconds_per_update(batch_size, cheapest_seconds)
+        trial_budget_seconds = max(self._trial_steps, 0.0) * cheapest_seconds
         forecast = self._response.forecast(
-            rates, _HORIZON_ROUNDS, self._otherwise, paid / each if each else math.inf
+            updates_per_round,
+            _HORIZON_ROUNDS,
+            self._baseline_index,
+            trial_budget_seconds / lost_seconds_per_update if lost_seconds_per_update else math.inf,
         )
-        lost = np.array(rates) * each
+        lost_seconds = np.array(updates_per_round) * lost_seconds_per_update
         if feasible is not None:
             seconds = np.where(feasible, seconds, np.inf)
-        taken = seconds[:, None] + lost
-        plain, hopeful, testable = (
-            batch_size * self._goodput(values, row, ahead / forecast.now, taken)
-            for ahead in (forecast.mean, forecast.hopeful, forecast.testable)
+        step_seconds = seconds[:, None] + lost_seconds
+        expected_rates, optimistic_rates, testable_rates = (
+            batch_size
+            * self._goodput(values, row, acceptance_forecast / forecast.current, step_seconds)
+            for acceptance_forecast in (forecast.mean, forecast.optimistic, forecast.testable)
         )
-        self._choose(plain, hopeful, testable, lost / least)
-        self.state = self._state(forecast, lost, plain, testable, each)
+        self._choose_stride(
+            expected_rates, optimistic_rates, testable_rates, lost_seconds / cheapest_seconds
+        )
+        self.state = self._make_state(
+            forecast, lost_seconds, expected_rates, testable_rates, lost_seconds_per_update
+        )
         return self.regime
 
-    def _choose(
+    def _choose_stride(
         self,
-        plain: NDArray[np.float64],
-        hopeful: NDArray[np.float64],
-        testable: NDArray[np.float64],
-        lost: NDArray[np.float64],
+        expected_rates: NDArray[np.float64],
+        optimistic_rates: NDArray[np.float64],
+        testable_rates: NDArray[np.float64],
+        lost_steps: NDArray[np.float64],
     ) -> None:
-        """Changes the stride if the present one has run long enough.  lost: shares of a step."""
-        at, since = self._at, self._rounds - self._moved_at
-        best = int(plain[1:].argmax()) + 1
-        runs = at > 0 and not self._trying
-        off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
+        """Changes the stride if this one has run long enough.  lost_steps: shares of a step."""
+        current, rounds_since_change = self._stride_index, self._rounds - self._last_change_round
+        best = int(expected_rates[1:].argmax()) + 1
+        is_established = current > 0 and not self._is_trial
+        off_rate = expected_rates[0] * (1 - _START_MARGIN if is_established else 1 + _START_MARGIN)
         if not self._response.is_reset_repeatedly:
             # Off may be better than estimated, which only steps without updates would show.
-            unsure = hopeful - plain
-            off += _CAUTION * (unsure[0] if self._otherwise else unsure[best])
-        if plain[best] <= off:
+            optimism = optimistic_rates - expected_rates
+            off_rate += _CERTAIN_SHARE * (optimism[0] if self._baseline_index else optimism[best])
+        if expected_rates[best] <= off_rate:
             best = 0
-        elif at and plain[best] <= plain[at] * (1 + _SWITCH_MARGIN):
-            best = at
-        wanted = best
-        if self._trial_steps > (0.0 if self._trying else _TRIAL_LEAST_STEPS):
-            hope = plain[best] * (1 + _SWITCH_MARGIN)
-            if self._trying and at and since < _TRIAL_ROUNDS and testable[at] > hope:
-                wanted = at
+        elif current and expected_rates[best] <= expected_rates[current] * (1 + _SWITCH_MARGIN):
+            best = current
+        target = best
+        if self._trial_steps > (0.0 if self._is_trial else _TRIAL_MIN_STEPS):
+            rate_to_beat = expected_rates[best] * (1 + _SWITCH_MARGIN)
+            if (
+                self._is_trial
+                and current
+                and rounds_since_change < _TRIAL_ROUNDS
+                and testable_rates[current] > rate_to_beat
+            ):
+                target = current
             else:
-                beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
-                if at and self._response.updates and not self._response.is_reset_repeatedly:
-                    beside.append(0)
-                most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(testable[i]))
-                wanted = most if testable[most] > hope else best
-        spent = self._trying and self._trial_steps <= 0
-        if wanted != at and (since >= _DWELL_ROUNDS or spent):
-            self._at, self._moved_at = wanted, self._rounds
-            self._trying = wanted != best
-        elif at == best:
-            self._trying = False
-        self._otherwise = best if self._trying else self._at
+                neighbours = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
+                if current and self._response.updates and not self._response.is_reset_repeatedly:
+                    neighbours.append(0)
+                most_promising = max(
+                    neighbours if best else [_FIRST_TRIAL], key=lambda i: float(testable_rates[i])
+                )
+                target = most_promising if testable_rates[most_promising] > rate_to_beat else best
+        is_budget_spent = self._is_trial and self._trial_steps <= 0
+        if target != current and (rounds_since_change >= _DWELL_ROUNDS or is_budget_spent):
+            self._stride_index, self._last_change_round = target, self._rounds
+            self._is_trial = target != best
+        elif current == best:
+            self._is_trial = False
+        self._baseline_index = best if self._is_trial else self._stride_index
         # A better stride that waits for the present one's dwell time is no trial.
-        self._trial_loss = 0.0
-        if self._trying:
+        self._trial_loss_steps = 0.0
+        if self._is_trial:
             # In the worst case the more frequent updates gain nothing.
-            worst = float(lost[self._at] - lost[best])
-            self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]), worst)
+            worst_loss = float(lost_steps[self._stride_index] - lost_steps[best])
+            self._trial_loss_steps = max(
+                0.0,
+                1 - float(expected_rates[self._stride_index] / expected_rates[best]),
+                worst_loss,
+            )
 
     def _goodput(
         self,
         values: Values,
         row: int,
-        factor: NDArray[np.float64],
+        acceptance_factor: NDArray[np.float64],
         seconds: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """Returns [strides], tokens per second of one sequence, with the best arm at each point.
 
-        factor: [strides, points], on each conditional acceptance.  seconds: [arms, strides].
+        acceptance_factor: [strides, points], on each conditional acceptance.  seconds: [arms,
+        strides].
         """
-        conditional = np.array(values.traffic.batch[self._learner].conditional)
-        scaled = np.minimum(conditional * factor[..., None], _MOST_CONDITIONAL)
-        drafted = np.cumsum(np.cumprod(scaled, axis=-1), axis=-1)
-        expected = np.concatenate([np.zeros((*factor.shape, 1)), drafted], axis=-1)
-        at_gamma = np.minimum(self._gammas, len(conditional))
-        learnt = np.moveaxis(expected[..., at_gamma], -1, 0)
-        gained = 1 + np.where(
-            self._learns[:, None, None], learnt, values.expected[:, row, None, None]
+        conditional = np.array(values.traffic.last_batch[self._learner].conditional)
+        scaled = np.minimum(conditional * acceptance_factor[..., None], _MAX_CONDITIONAL)
+        expected_drafts = np.cumsum(np.cumprod(scaled, axis=-1), axis=-1)
+        expected_accepted = np.concatenate(
+            [np.zeros((*acceptance_factor.shape, 1)), expected_drafts], axis=-1
         )
-        best: NDArray[np.float64] = (gained / seconds[:, :, None]).max(axis=0).mean(axis=-1)
-        return best
+        gamma_index = np.minimum(self._gammas, len(conditional))
+        learner_accepted = np.moveaxis(expected_accepted[..., gamma_index], -1, 0)
+        tokens_per_step = 1 + np.where(
+            self._is_learner[:, None, None],
+            learner_accepted,
+            values.expected_accepted[:, row, None, None],
+        )
+        best_rates: NDArray[np.float64] = (
+            (tokens_per_step / seconds[:, :, None]).max(axis=0).mean(axis=-1)
+        )
+        return best_rates
 
-    def _state(
+    def _make_state(
         self,
         forecast: Forecast,
-        lost: NDArray[np.float64],
-        plain: NDArray[np.float64],
-        testable: NDArray[np.float64],
-        each: float,
-    ) -> RegimeState:
-        first = forecast.mean.mean(axis=1)
+        lost_seconds: NDArray[np.float64],
+        expected_rates: NDArray[np.float64],
+        testable_rates: NDArray[np.float64],
+        lost_seconds_per_update: float,
+    ) -> StridePlannerState:
+        first_acceptance = forecast.mean.mean(axis=1)
         strides = tuple(
             StrideValue(
-                stride, float(first[i]), float(lost[i]), float(plain[i]), float(testable[i]),
-                i == self._at,
+                stride, float(first_acceptance[i]), float(lost_seconds[i]),
+                float(expected_rates[i]), float(testable_rates[i]),
+                i == self._stride_index,
             )
             for i, stride in enumerate(STRIDES)
         )  # fmt: skip
-        return RegimeState(
-            strides, self._response.updates, forecast.gain, forecast.deviation,
-            self._price.seconds, each, self._trying, self._trial_steps,
+        return StridePlannerState(
+            strides, self._response.updates, forecast.gain, forecast.gain_deviation,
+            self._price.last_update_seconds, lost_seconds_per_update, self._is_trial,
+            self._trial_steps,
         )  # fmt: skip

@@ -32,11 +32,11 @@ from controller.core.engine_spec import MAX_GAMMA
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
-_ETA = (0.003, 0.01, 0.03, 0.1)
-_DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
+_ETA_GRID = (0.003, 0.01, 0.03, 0.1)
+_DELTA_GRID = (0.0, 0.0003, 0.001, 0.004, 0.016)
 # In the paper strides settle near 1 / (1 + S / 10): the corresponding logarithm of eta / delta, and
 # its standard deviation.
-_SETTLES = (2.3, 0.8)
+_SETTLING_PRIOR = (2.3, 0.8)
 # The log prior of no drift at all: as likely as one deviation off.
 _LOG_NO_DRIFT = -0.5
 # Prior of (base, gain): means and standard deviations, and the process noise of a round.  A drafter
@@ -56,61 +56,67 @@ _REQUEST_DEVIATION = 0.03
 # Learning rate per round of the mean rate of resets.
 _RESET_RATE = 1e-4
 # Resets per round above which they count as repeated.
-_ANEW = 5e-5
+_REPEATED_RESETS_PER_ROUND = 5e-5
 # Standard deviation between blocks of the same state, in addition to the binomial noise.
 _BLOCK_DEVIATION = 0.02
 # Standard deviations of optimism.
-_HOPE = 1.5
+_OPTIMISM_DEVIATIONS = 1.5
 # A shift of traffic is detected if standardised errors, summed with this decay, exceed this bound.
 # Then the standard deviation of the base's change.
-_ERROR_KEEPS = 0.75
+_ERROR_DECAY = 0.75
 _ERROR_BOUND = 6.5
 _SHIFT_DEVIATION = 0.15
 # Drafts after which the shape has lost two thirds of its evidence; the weight of the prior, in
 # drafts, that a position's acceptance equals the first one's.
-_SHAPE_MEMORY = 30_000.0
-_SHAPE_PRIOR = 50.0
+_SHAPE_MEMORY_DRAFTS = 30_000.0
+_SHAPE_PRIOR_DRAFTS = 50.0
 # The bounds of every forecast of acceptance.
-_BOUNDS = (1e-3, 0.999)
+_ACCEPTANCE_BOUNDS = (1e-3, 0.999)
 # Points of the horizon for which a forecast is made.
-POINTS = 4
+FORECAST_POINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Holds a forecast of first-position acceptance.
 
-    now: its present value.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each
-    stride's gain over the present one is `_HOPE` standard deviations larger.  testable: the same,
-    for the part that a trial would show.  gain, deviation: of the largest achievable gain.
+    current: its present value.  mean: [strides, POINTS] over the horizon.  optimistic: the same if
+    each stride's gain over the present one is `_OPTIMISM_DEVIATIONS` standard deviations larger.
+    testable: the same, for the part that a trial would show.  gain, gain_deviation: of the largest
+    achievable gain.
     """
 
-    now: float
+    current: float
     mean: NDArray[np.float64]
-    hopeful: NDArray[np.float64]
+    optimistic: NDArray[np.float64]
     testable: NDArray[np.float64]
     gain: float
-    deviation: float
+    gain_deviation: float
 
 
 @recorded(
     "update_response",
-    "updates shifts _accepted _covariance _error _landed _log_evidence _mean _reached "
-    "_resets_per_round _rounds _seen _shape _since_first_reset _state",
+    "updates shifts _covariance _error _log_evidence _mean _resets_per_round _rounds _shape "
+    "_since_first_reset",
+    accepted="_accepted_drafts",
+    landed="_landed_updates",
+    reached="_reached_drafts",
+    seen="_first_position_equivalents",
+    state="_progress",
 )
 class UpdateResponse:
-    """Holds the estimate for one drafter; `fold` changes it."""
+    """Holds the estimate for one drafter; `observe` changes it."""
 
     def __init__(self) -> None:
-        eta, delta = np.meshgrid(_ETA, _DELTA, indexing="ij")
+        eta, delta = np.meshgrid(_ETA_GRID, _DELTA_GRID, indexing="ij")
         self._eta: NDArray[np.float64] = eta.ravel()
         self._delta: NDArray[np.float64] = delta.ravel()
         count = self._eta.size
-        self._state = np.zeros(count)
-        drifts = self._delta > 0
-        ratio = np.log(self._eta / np.where(drifts, self._delta, 1.0))
-        likely = -0.5 * np.square((ratio - _SETTLES[0]) / _SETTLES[1])
-        self._log_prior = np.where(drifts, likely, _LOG_NO_DRIFT)
+        self._progress = np.zeros(count)
+        has_drift = self._delta > 0
+        log_ratio = np.log(self._eta / np.where(has_drift, self._delta, 1.0))
+        log_likelihood = -0.5 * np.square((log_ratio - _SETTLING_PRIOR[0]) / _SETTLING_PRIOR[1])
+        self._log_prior = np.where(has_drift, log_likelihood, _LOG_NO_DRIFT)
         # The log-likelihood of each grid point, from the observations.
         self._log_evidence = np.zeros(count)
         # Of (base, gain): means [2], and covariances bb, bg, gg [3], on every grid point.
@@ -119,12 +125,12 @@ class UpdateResponse:
         bg = -_GAIN_OF_MISSING * bb
         gg += _GAIN_OF_MISSING**2 * bb
         self._covariance = np.tile(np.array([bb, bg, gg])[:, None], count)
-        self._rounds = self._landed = 0
+        self._rounds = self._landed_updates = 0
         # Rounds since the first reset, 0 before it.
         self._since_first_reset = 0
         self._resets_per_round = 0.0
         # Of the open block: reached drafts, the same in equivalents of first positions, accepted.
-        self._reached = self._seen = self._accepted = 0.0
+        self._reached_drafts = self._first_position_equivalents = self._accepted_drafts = 0.0
         # By position, with a long memory: drafts that were reached, and accepted.
         self._shape = np.zeros((2, MAX_GAMMA))
         self._error = 0.0
@@ -133,69 +139,84 @@ class UpdateResponse:
     @property
     def is_reset_repeatedly(self) -> bool:
         """Whether the drafter is reset repeatedly, so that steps without updates are observed."""
-        return self._resets_per_round > _ANEW
+        return self._resets_per_round > _REPEATED_RESETS_PER_ROUND
 
-    def fold(self, report: StepReport, *, drafted: bool) -> None:
-        """Adds a report.  drafted: the counts belong to the drafter that is updated."""
+    def observe(self, report: StepReport, *, is_learner_step: bool) -> None:
+        """Adds a report.  is_learner_step: the counts belong to the drafter that is updated."""
         self._count_resets(report)
         if report.flags.drafter_reset:
-            self._close()
-            self._state = np.zeros_like(self._state)
+            self._close_block()
+            self._progress = np.zeros_like(self._progress)
             self._covariance[0] += _REQUEST_DEVIATION**2
         self._rounds += 1
         if report.update_seconds:
-            self._landed += 1
+            self._landed_updates += 1
             self.updates += 1
-        if drafted and report.gamma:
-            self._count(report)
+        if is_learner_step and report.gamma:
+            self._count_drafts(report)
         if self._rounds >= _BLOCK_ROUNDS:
-            self._close()
+            self._close_block()
 
     def forecast(
         self,
         updates_per_round: Sequence[float],
         horizon_rounds: float,
-        present: int,
+        current_index: int,
         trial_updates: float = math.inf,
     ) -> Forecast:
-        """Forecasts for each number of updates per round.  present: index of the present one.
+        """Forecasts for each number of updates per round.  current_index: index of the present one.
 
         trial_updates: number of updates that a trial can afford.
         """
-        weight = self._weights()
+        weight = self._grid_weights()
         base, gain = self._base_and_gain()
-        ahead = horizon_rounds * (np.arange(POINTS) + 0.5) / POINTS
-        learning = np.asarray(updates_per_round)[:, None] * self._eta
+        rounds_ahead = horizon_rounds * (np.arange(FORECAST_POINTS) + 0.5) / FORECAST_POINTS
+        learning_rate = np.asarray(updates_per_round)[:, None] * self._eta
         # A reset loses all progress, so resets add to the mean drift.
-        rate = learning + self._delta + self._resets_per_round
-        settled = np.divide(learning, rate, out=np.zeros_like(rate), where=rate > 0)
-        left = np.exp(-rate[:, None, :] * ahead[None, :, None])
-        state = settled[:, None, :] + (self._state - settled)[:, None, :] * left
-        plain = (base + gain * state) @ weight
+        decay_rate = learning_rate + self._delta + self._resets_per_round
+        settled_progress = np.divide(
+            learning_rate, decay_rate, out=np.zeros_like(decay_rate), where=decay_rate > 0
+        )
+        decay = np.exp(-decay_rate[:, None, :] * rounds_ahead[None, :, None])
+        progress = (
+            settled_progress[:, None, :] + (self._progress - settled_progress)[:, None, :] * decay
+        )
+        mean = (base + gain * progress) @ weight
         # The variance of the difference between each of them and the present one.
-        apart = state - state[present]
-        most = np.square(_DEVIATION_OF_MISSING * (1 - np.clip(base, 0.0, 1.0)))
-        unsure = np.clip(self._covariance[2], 0.0, most)
-        expected = (gain * apart) @ weight
-        parts = np.square(gain * apart - expected[..., None]) + unsure * np.square(apart)
-        hope = plain + _HOPE * np.sqrt(parts @ weight)
-        shown = self._shown(unsure + np.square(gain - weight @ gain), trial_updates)
+        progress_difference = progress - progress[current_index]
+        max_variance = np.square(_DEVIATION_OF_MISSING * (1 - np.clip(base, 0.0, 1.0)))
+        gain_variance = np.clip(self._covariance[2], 0.0, max_variance)
+        expected_difference = (gain * progress_difference) @ weight
+        variance_parts = np.square(
+            gain * progress_difference - expected_difference[..., None]
+        ) + gain_variance * np.square(progress_difference)
+        optimistic = mean + _OPTIMISM_DEVIATIONS * np.sqrt(variance_parts @ weight)
+        testable_share = self._testable_share(
+            gain_variance + np.square(gain - weight @ gain), trial_updates
+        )
         # Without updates a trial does not have to make progress first.
-        shown = np.where(learning > 0, shown, 1.0)
-        testable = plain + _HOPE * np.sqrt((parts * shown[:, None, :]) @ weight)
+        testable_share = np.where(learning_rate > 0, testable_share, 1.0)
+        testable = mean + _OPTIMISM_DEVIATIONS * np.sqrt(
+            (variance_parts * testable_share[:, None, :]) @ weight
+        )
         mean_gain = float(weight @ gain)
-        spread = float(weight @ (self._covariance[2] + np.square(gain - mean_gain)))
-        now = float(np.clip(weight @ (base + gain * self._state), *_BOUNDS))
-        plain, hope, testable = (np.clip(one, *_BOUNDS) for one in (plain, hope, testable))
-        return Forecast(now, plain, hope, testable, mean_gain, float(np.sqrt(spread)))
+        total_gain_variance = float(weight @ (self._covariance[2] + np.square(gain - mean_gain)))
+        current = float(np.clip(weight @ (base + gain * self._progress), *_ACCEPTANCE_BOUNDS))
+        mean, optimistic, testable = (
+            np.clip(forecast_part, *_ACCEPTANCE_BOUNDS)
+            for forecast_part in (mean, optimistic, testable)
+        )
+        return Forecast(
+            current, mean, optimistic, testable, mean_gain, float(np.sqrt(total_gain_variance))
+        )
 
-    def _shown(self, variance: NDArray[np.float64], updates: float) -> NDArray[np.float64]:
+    def _testable_share(self, variance: NDArray[np.float64], updates: float) -> NDArray[np.float64]:
         """Returns the share of the gain's variance that this many further updates would show."""
-        reached = 1 - (1 - self._state) * (1 - self._eta) ** updates
-        seen = np.square(reached) * variance
-        return seen / (seen + _REQUEST_DEVIATION**2)
+        progress = 1 - (1 - self._progress) * (1 - self._eta) ** updates
+        signal_variance = np.square(progress) * variance
+        return signal_variance / (signal_variance + _REQUEST_DEVIATION**2)
 
-    def _weights(self) -> NDArray[np.float64]:
+    def _grid_weights(self) -> NDArray[np.float64]:
         log_weight = self._log_prior + self._log_evidence
         weight: NDArray[np.float64] = np.exp(log_weight - log_weight.max())
         weight /= weight.sum()
@@ -206,18 +227,18 @@ class UpdateResponse:
         (base, gain), (_, bg, gg) = self._mean, self._covariance
         return base - np.minimum(gain, 0.0) * bg / gg, np.maximum(gain, 0.0)
 
-    def _close(self) -> None:
+    def _close_block(self) -> None:
         """Adds the open block as one observation, and advances the states."""
         rounds = self._rounds
         if not rounds:
             return
-        before = self._state
-        learnt = 1 - (1 - before) * (1 - self._eta) ** self._landed
-        self._state = learnt * (1 - self._delta) ** rounds
-        if self._seen:
-            self._observe((before + self._state) / 2)
-        self._rounds = self._landed = 0
-        self._reached = self._seen = self._accepted = 0.0
+        previous_progress = self._progress
+        updated_progress = 1 - (1 - previous_progress) * (1 - self._eta) ** self._landed_updates
+        self._progress = updated_progress * (1 - self._delta) ** rounds
+        if self._first_position_equivalents:
+            self._update_filter((previous_progress + self._progress) / 2)
+        self._rounds = self._landed_updates = 0
+        self._reached_drafts = self._first_position_equivalents = self._accepted_drafts = 0.0
 
     def _count_resets(self, report: StepReport) -> None:
         """Updates the rate of resets; a single reset, as after a rollback, gives no rate."""
@@ -228,53 +249,74 @@ class UpdateResponse:
         if self._since_first_reset or report.flags.drafter_reset:
             self._since_first_reset += 1
 
-    def _count(self, report: StepReport) -> None:
-        exact, censored = report.drafted
-        counts, gamma = np.array(exact), report.gamma
-        unknown = np.array(censored) if len(censored) else np.zeros(gamma, dtype=np.int64)
-        counts[:gamma] += unknown
+    def _count_drafts(self, report: StepReport) -> None:
+        accepted_counts, censored = report.drafted_counts
+        counts, gamma = np.array(accepted_counts), report.gamma
+        censored_counts = np.array(censored) if len(censored) else np.zeros(gamma, dtype=np.int64)
+        counts[:gamma] += censored_counts
         # Sequences that accepted k drafts or more, k = 0..gamma.
-        left = counts[::-1].cumsum()[::-1]
-        reached, accepted = left[:-1] - unknown, left[1:]
-        self._shape *= np.exp(-reached[0] / _SHAPE_MEMORY)
+        survivors = counts[::-1].cumsum()[::-1]
+        reached, accepted = survivors[:-1] - censored_counts, survivors[1:]
+        self._shape *= np.exp(-reached[0] / _SHAPE_MEMORY_DRAFTS)
         self._shape[0, :gamma] += reached
         self._shape[1, :gamma] += accepted
         all_reached, all_accepted = self._shape[:, :gamma]
-        first = (all_accepted[0] + 0.5) / (all_reached[0] + 1)
-        usual = (all_accepted + _SHAPE_PRIOR * first) / (all_reached + _SHAPE_PRIOR)
-        self._reached += float(reached.sum())
-        self._seen += float(reached @ (usual / usual[0]))
-        self._accepted += float(accepted.sum())
+        first_acceptance = (all_accepted[0] + 0.5) / (all_reached[0] + 1)
+        usual_acceptance = (all_accepted + _SHAPE_PRIOR_DRAFTS * first_acceptance) / (
+            all_reached + _SHAPE_PRIOR_DRAFTS
+        )
+        self._reached_drafts += float(reached.sum())
+        self._first_position_equivalents += float(
+            reached @ (usual_acceptance / usual_acceptance[0])
+        )
+        self._accepted_drafts += float(accepted.sum())
 
-    def _observe(self, state: NDArray[np.float64]) -> None:
-        found = self._accepted / self._seen
+    def _update_filter(self, progress: NDArray[np.float64]) -> None:
+        acceptance = self._accepted_drafts / self._first_position_equivalents
         # The binomial noise of a count, with a prior so that it is never 0.
-        likely = (self._accepted + 1) / (self._reached + 2)
-        noise = likely * (1 - likely) * self._reached / self._seen**2 + _BLOCK_DEVIATION**2
+        smoothed_acceptance = (self._accepted_drafts + 1) / (self._reached_drafts + 2)
+        noise = (
+            smoothed_acceptance
+            * (1 - smoothed_acceptance)
+            * self._reached_drafts
+            / self._first_position_equivalents**2
+            + _BLOCK_DEVIATION**2
+        )
         bb, bg, gg = self._covariance
         bb = bb + self._rounds * _PROCESS_NOISE[0] ** 2
         gg = gg + self._rounds * _PROCESS_NOISE[1] ** 2
         base, gain = self._mean
-        off = found - (base + gain * state)
-        with_base, with_gain = bb + bg * state, bg + gg * state
-        spread = noise + with_base + with_gain * state
-        for_base, for_gain = with_base / spread, with_gain / spread
-        self._mean = np.stack([base + for_base * off, gain + for_gain * off])
-        self._covariance = np.stack(
-            [bb - for_base * with_base, bg - for_base * with_gain, gg - for_gain * with_gain]
+        residual = acceptance - (base + gain * progress)
+        base_covariance, gain_covariance = bb + bg * progress, bg + gg * progress
+        residual_variance = noise + base_covariance + gain_covariance * progress
+        base_kalman_gain, gain_kalman_gain = (
+            base_covariance / residual_variance,
+            gain_covariance / residual_variance,
         )
-        error = float(self._weights() @ (off / np.sqrt(spread)))
+        self._mean = np.stack(
+            [base + base_kalman_gain * residual, gain + gain_kalman_gain * residual]
+        )
+        self._covariance = np.stack(
+            [
+                bb - base_kalman_gain * base_covariance,
+                bg - base_kalman_gain * gain_covariance,
+                gg - gain_kalman_gain * gain_covariance,
+            ]
+        )
+        standardised_error = float(self._grid_weights() @ (residual / np.sqrt(residual_variance)))
         self._log_evidence *= np.exp(-self._rounds / _GRID_MEMORY_ROUNDS)
-        self._log_evidence -= 0.5 * (np.log(spread) + off * off / spread)
+        self._log_evidence -= 0.5 * (
+            np.log(residual_variance) + residual * residual / residual_variance
+        )
         self._log_evidence -= self._log_evidence.max()
-        self._error = _ERROR_KEEPS * self._error + error
+        self._error = _ERROR_DECAY * self._error + standardised_error
         if abs(self._error) > _ERROR_BOUND:
-            self._shift()
+            self._handle_shift()
 
-    def _shift(self) -> None:
+    def _handle_shift(self) -> None:
         """Handles a shift: the base becomes uncertain, and z is reset if acceptance has fallen."""
         if self._error < 0:
-            self._state = np.zeros_like(self._state)
+            self._progress = np.zeros_like(self._progress)
         self._covariance[0] += _SHIFT_DEVIATION**2
         self._error = 0.0
         self.shifts += 1

@@ -23,11 +23,11 @@ class Distribution:
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """Returns pairs (upper bound, observations up to it); the last bound is infinite."""
-        found, total = [], 0.0
+        cumulative, total = [], 0.0
         for value, count in enumerate(self.counts):
             total += count
-            found.append((str(float(value)), total))
-        return [*found, ("+Inf", total)]
+            cumulative.append((str(float(value)), total))
+        return [*cumulative, ("+Inf", total)]
 
     @property
     def sum(self) -> float:
@@ -36,7 +36,7 @@ class Distribution:
 
 
 # Values by the family's own label, or one value if it has no label.  None: no value now.
-Reading = float | Distribution | Mapping[str, float] | None
+MetricValue = float | Distribution | Mapping[str, float] | None
 AnyFamily = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -52,22 +52,22 @@ _SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HIST
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Generic[Source]):
+class MetricFamily(Generic[Source]):
     """Describes one metric.
 
     name: samples of a counter append `_total`, those of a histogram `_bucket`, `_sum` and `_count`.
-    text: the help text.  read: returns the value.  label: its own label, in addition to `engine`
-    for metrics of an engine; "" = none; a histogram has `le`.  like: the same metric of vLLM or
-    SGLang.
+    help_text: the help text.  read_value: returns the value.  label: its own label, in addition to
+    `engine` for metrics of an engine; "" = none; a histogram has `le`.  similar_metrics: the same
+    metric of vLLM or SGLang.
     """
 
     kind: MetricKind
     name: str
-    text: str
-    read: Callable[[Source], Reading]
+    help_text: str
+    read_value: Callable[[Source], MetricValue]
     unit: str = ""
     label: str = ""
-    like: str = ""
+    similar_metrics: str = ""
 
     @property
     def sample_name(self) -> str:
@@ -81,33 +81,33 @@ class Family(Generic[Source]):
             return ("le",)
         return (self.label,) if self.label else ()
 
-    def empty(self, *common: str) -> AnyFamily:
+    def make_empty(self, *common: str) -> AnyFamily:
         """Makes prometheus_client's family, without samples.  common: labels before its own."""
         if self.kind is MetricKind.HISTOGRAM:
-            return HistogramMetricFamily(self.name, self.text, labels=common)
+            return HistogramMetricFamily(self.name, self.help_text, labels=common)
         make = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
-        return make(self.name, self.text, labels=[*common, *self.labels])
+        return make(self.name, self.help_text, labels=[*common, *self.labels])
 
 
 Samples = tuple[tuple[tuple[str, ...], float | Distribution], ...]
 
 
-def samples(family: Family[Source], source: Source) -> Samples:
+def samples(family: MetricFamily[Source], source: Source) -> Samples:
     """Returns pairs (values of its own labels, number) of all its samples now."""
-    reading = family.read(source)
-    if reading is None:
+    metric_value = family.read_value(source)
+    if metric_value is None:
         return ()
-    if isinstance(reading, Mapping):
-        return tuple(((value,), float(number)) for value, number in reading.items())
-    return (((), reading if isinstance(reading, Distribution) else float(reading)),)
+    if isinstance(metric_value, Mapping):
+        return tuple(((value,), float(number)) for value, number in metric_value.items())
+    return (((), metric_value if isinstance(metric_value, Distribution) else float(metric_value)),)
 
 
-def write(found: Samples, into: AnyFamily, *common: str) -> None:
+def add_samples(metric_samples: Samples, metric_family: AnyFamily, *common: str) -> None:
     """Adds samples to prometheus_client's family.  common: values of the labels before its own."""
-    for labels, number in found:
+    for labels, number in metric_samples:
         if isinstance(number, Distribution):
-            assert isinstance(into, HistogramMetricFamily)
-            into.add_metric([*common], buckets=number.buckets, sum_value=number.sum)
+            assert isinstance(metric_family, HistogramMetricFamily)
+            metric_family.add_metric([*common], buckets=number.buckets, sum_value=number.sum)
         else:
-            assert not isinstance(into, HistogramMetricFamily)
-            into.add_metric([*common, *labels], number)
+            assert not isinstance(metric_family, HistogramMetricFamily)
+            metric_family.add_metric([*common, *labels], number)

@@ -17,10 +17,16 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from controller.service.metrics.engines import DECISION, ESTIMATES, LEARNING, LINK, STEPS
-from controller.service.metrics.family import Family, samples, write
-from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.service.net.http_server import SILENCE_SECONDS, HttpServer
+from controller.service.metrics.engines import (
+    DECISION_FAMILIES,
+    ESTIMATE_FAMILIES,
+    LEARNING_FAMILIES,
+    LINK_FAMILIES,
+    STEP_FAMILIES,
+)
+from controller.service.metrics.family import MetricFamily, add_samples, samples
+from controller.service.metrics.sidecar import SIDECAR_FAMILIES, SidecarSnapshot
+from controller.service.net.http_server import CLIENT_TIMEOUT_SECONDS, HttpServer
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.state.override_registry import OverrideRegistry
 from controller.service.views.engine_status import EngineSnapshot
@@ -33,8 +39,8 @@ _log = structlog.get_logger(__name__)
 # A scrape fails if the event loop does not answer within this time; Prometheus reports that.
 _SNAPSHOT_SECONDS_MAX = 5.0
 
-OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
-    *DECISION, *ESTIMATES, *STEPS, *LINK, *LEARNING,
+ENGINE_FAMILIES: Final[tuple[MetricFamily[EngineSnapshot], ...]] = (
+    *DECISION_FAMILIES, *ESTIMATE_FAMILIES, *STEP_FAMILIES, *LINK_FAMILIES, *LEARNING_FAMILIES,
 )  # fmt: skip
 
 
@@ -48,35 +54,39 @@ class SidecarCollector(Collector):
     supervisor: Supervisor
     loop: asyncio.AbstractEventLoop
 
-    async def _read(self) -> list[Metric]:
+    async def _read_metrics(self) -> list[Metric]:
         sessions, unreadable = list(self.registry), 0
-        families = [(family, family.empty("engine")) for family in OF_AN_ENGINE]
+        families = [(family, family.make_empty("engine")) for family in ENGINE_FAMILIES]
         for session in sessions:
             try:
-                view = EngineSnapshot.of(session)
-                read = [samples(family, view) for family, _ in families]
+                view = EngineSnapshot.from_session(session)
+                sample_lists = [samples(family, view) for family, _ in families]
             except Exception:  # noqa: BLE001  # whatever is wrong with one, others are scraped
                 _log.exception("engine_not_scraped", engine=session.engine_id)
                 unreadable += 1
                 continue
-            for (_, written), found in zip(families, read, strict=True):
-                write(found, written, session.engine_id)
+            for (_, metric_family), engine_samples in zip(families, sample_lists, strict=True):
+                add_samples(engine_samples, metric_family, session.engine_id)
             await asyncio.sleep(0)
-        held = [held for held in self.override_registry.held() if not held.override.from_file]
+        overrides = [
+            overrides
+            for overrides in self.override_registry.list_active()
+            if not overrides.override.from_file
+        ]
         sidecar = SidecarSnapshot(
-            sessions, held, self.override_registry.policy, self.override_registry.health,
+            sessions, overrides, self.override_registry.policy, self.override_registry.health,
             self.supervisor.states, self.fleet_view.counts, unreadable,
-            self.registry.load.is_too_much,
+            self.registry.load_monitor.is_overloaded,
         )  # fmt: skip
-        general = [(family, family.empty()) for family in OF_THE_SIDECAR]
-        for of_all, written in general:
-            write(samples(of_all, sidecar), written)
-        return [written for _, written in (*general, *families)]
+        sidecar_families = [(family, family.make_empty()) for family in SIDECAR_FAMILIES]
+        for sidecar_family, metric_family in sidecar_families:
+            add_samples(samples(sidecar_family, sidecar), metric_family)
+        return [metric_family for _, metric_family in (*sidecar_families, *families)]
 
     def collect(self) -> Iterator[Metric]:
         """Yields all families; the HTTP server's thread calls it once per scrape."""
-        reading = asyncio.run_coroutine_threadsafe(self._read(), self.loop)
-        yield from reading.result(_SNAPSHOT_SECONDS_MAX)
+        future = asyncio.run_coroutine_threadsafe(self._read_metrics(), self.loop)
+        yield from future.result(_SNAPSHOT_SECONDS_MAX)
 
 
 class MetricsServer(HttpServer):
@@ -94,12 +104,12 @@ class _MetricsHandler(MetricsHandler):
     """Answers one scrape."""
 
     server: MetricsServer
-    timeout = SILENCE_SECONDS
+    timeout = CLIENT_TIMEOUT_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
         """Answers a scrape on any path."""
-        if not self.server.serves(self.headers.get("Host", "")):
+        if not self.server.accepts_host(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this host is not served here")
             return
         try:

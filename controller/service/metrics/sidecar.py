@@ -7,7 +7,7 @@ from typing import Final
 
 import controller
 from controller.core.planning.overrides import ScopeKind
-from controller.service.metrics.family import Family, MetricKind
+from controller.service.metrics.family import MetricFamily, MetricKind
 from controller.service.sessions.session import EngineSession
 from controller.service.state.active_overrides import ActiveOverride
 from controller.service.views.fleet_view import FleetCounts
@@ -25,7 +25,7 @@ class SidecarSnapshot:
 
     sessions: Sequence[EngineSession]
     # The operators' overrides, without the entries of the policy file.
-    held: Sequence[ActiveOverride]
+    overrides: Sequence[ActiveOverride]
     policy: Policy
     store: Health
     # States of the sidecar's long-lived tasks, by name.
@@ -38,116 +38,116 @@ class SidecarSnapshot:
     is_overloaded: bool = False
 
     @property
-    def costs(self) -> dict[str, float]:
+    def engines_by_cost_source(self) -> dict[str, float]:
         """Returns the number of engines by the source of their costs."""
         profiled = sum(bool(session.core.profile_id) for session in self.sessions)
         return {"measured": profiled, "prior": len(self.sessions) - profiled}
 
     @property
-    def scopes(self) -> dict[str, float]:
+    def overrides_by_scope(self) -> dict[str, float]:
         """Returns the number of overrides by the kind of their scope."""
-        kinds = [held.override.scope.kind for held in self.held]
+        kinds = [active.override.scope.kind for active in self.overrides]
         return {kind.value: kinds.count(kind) for kind in ScopeKind}
 
     @property
-    def policy_ok(self) -> bool | None:
+    def is_policy_ok(self) -> bool | None:
         """Returns whether the present policy file is in force; None without one."""
         return None if self.policy.path is None else not self.policy.error
 
     @property
     def soonest_end_seconds(self) -> float | None:
         """Returns the remaining time of the override that ends first; None if none ends."""
-        left = [held.remaining_seconds for held in self.held]
-        return min((seconds for seconds in left if seconds is not None), default=None)
+        seconds_left = [active.remaining_seconds for active in self.overrides]
+        return min((seconds for seconds in seconds_left if seconds is not None), default=None)
 
     @property
-    def oldest_seconds(self) -> float | None:
+    def oldest_age_seconds(self) -> float | None:
         """Returns the age of the oldest override in force; None without one."""
-        return max((time.time() - held.created_at for held in self.held), default=None)
+        return max((time.time() - active.created_at for active in self.overrides), default=None)
 
 
-OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
-    Family(
+SIDECAR_FAMILIES: Final[tuple[MetricFamily[SidecarSnapshot], ...]] = (
+    MetricFamily(
         _GAUGE, "speculation_controller_build_info", "Always 1; the version is its label.",
         lambda _: {controller.__version__: 1}, label="version",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_engines", "Introduced engines, by where their costs come from.",
-        lambda s: s.costs, label="costs",
+        lambda s: s.engines_by_cost_source, label="costs",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_engines_unreadable",
         "Engines without metrics in this scrape, because these could not be read. The log shows "
         "the reason.",
         lambda s: s.unreadable,
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_overloaded",
         "1 while the sidecar cannot take the reports of its engines fast enough, so that some are "
         "lost and no other engine is accepted.",
         lambda s: s.is_overloaded,
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_overrides", "Overrides in force at this sidecar, by scope.",
-        lambda s: s.scopes, label="scope",
+        lambda s: s.overrides_by_scope, label="scope",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_overrides_endless",
         "Overrides in force that have no end and stay until an operator clears them.",
-        lambda s: sum(held.remaining_seconds is None for held in s.held),
+        lambda s: sum(held.remaining_seconds is None for held in s.overrides),
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_override_soonest_end_seconds",
         "Time until the next override ends (absent if no override has an end).",
         lambda s: s.soonest_end_seconds, unit="seconds",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_override_oldest_age_seconds",
         "Time since the oldest override was set (absent if no override is in force).",
-        lambda s: s.oldest_seconds, unit="seconds",
+        lambda s: s.oldest_age_seconds, unit="seconds",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_policy_entries",
         "Entries of the policy file that are in force; speculation_overrides does not count them.",
         lambda s: len(s.policy.overrides),
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_policy_ok",
         "1 while the present policy file is in force, 0 while an earlier content is, because the "
         "file cannot be used (absent without a policy file).",
-        lambda s: s.policy_ok,
+        lambda s: s.is_policy_ok,
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_store_ok", "1 while the store of overrides can be read and written.",
         lambda s: s.store.ok,
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_store_state_seconds",
         "Time since speculation_store_ok last changed.",
         lambda s: s.store.since_seconds, unit="seconds",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_task_down",
         "1 while a long-lived task of the sidecar has failed and does not run again yet, by task.",
         lambda s: {name: bool(state.fault) for name, state in s.tasks.items()}, label="task",
     ),
-    Family(
+    MetricFamily(
         _COUNTER, "speculation_task_failures",
         "Failures of the sidecar's long-lived tasks, by task.  A task that fails is started again.",
         lambda s: {name: state.failures for name, state in s.tasks.items()}, label="task",
     ),
-    Family(
+    MetricFamily(
         _GAUGE, "speculation_store_unusable_overrides",
         "Overrides in the store that are not in force here, because they cannot be read or are "
         "more than can be in force.",
         lambda s: s.store.unusable_count,
     ),
-    Family(
+    MetricFamily(
         _COUNTER, "speculation_store_skipped_entries",
         "Entries of the store that could not be used, in all readings so far, by kind.",
         lambda s: dict(s.store.skipped), label="kind",
     ),
-    Family(
+    MetricFamily(
         _COUNTER, "speculation_fleet_summaries",
         "Summaries of its engines that the sidecar has written for others, by outcome: written, or "
         "failed because the store refused it (absent without Redis).",
@@ -156,13 +156,13 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         },
         label="outcome",
     ),
-    Family(
+    MetricFamily(
         _COUNTER, "speculation_fleet_refused_entries",
         "Entries of other sidecars' summaries that could not be used, in all readings so far "
         "(absent without Redis).",
         lambda s: None if s.fleet is None else s.fleet.refused,
     ),
-    Family(
+    MetricFamily(
         _COUNTER, "speculation_suppressed_log_lines",
         "Log lines that were suppressed because too many of their kind were written.",
         lambda _: logs.suppressed_lines(),

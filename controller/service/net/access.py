@@ -30,10 +30,10 @@ from typing import Any, Final, TypeAlias
 import structlog
 
 from controller.core.errors import SpeculationError
-from controller.service.net.callers import ALL, Caller, Right
+from controller.service.net.callers import ALL_RIGHTS, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
 from controller.service.net.unix_sockets import OperatorSocket, Peer
-from controller.util.files import AGREEING_LOOKS, Found, WatchedFile
+from controller.util.files import EQUAL_READS_MIN, FileSnapshot, WatchedFile
 
 # Identifies the caller of a call by its gRPC context.  Raises UnauthenticatedError.
 Identify: TypeAlias = Callable[[Any], Caller]
@@ -43,7 +43,7 @@ CheckKeys: TypeAlias = Callable[[Iterable[str]], None]
 # A thousand entries with tokens are 100 KB.
 _MAX_BYTES: Final = 256 * 1024
 # Digits of a token's digest that people are shown.
-_DIGITS_SHOWN: Final = 12
+_DIGEST_DIGITS_SHOWN: Final = 12
 _log = structlog.get_logger(__name__)
 
 
@@ -55,12 +55,12 @@ _RIGHTS = {
     (right.name or "").lower(): right
     for right in (Right.READ, Right.STEER, Right.MEASURE, Right.INSTALL, Right.OVERRIDE)
 }
-DIGEST: Final = "token-sha256:"
-_USERS: Final = ("uid:", "gid:")
+BEARER_KEY_PREFIX: Final = "token-sha256:"
+_USER_PREFIXES: Final = ("uid:", "gid:")
 _KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:(0|[1-9][0-9]{0,9})")
-_ENGINES = "engine:"
+_ENGINES_PREFIX = "engine:"
 # A misspelt restriction, which would be taken for a name and restrict nothing.
-_IS_RESTRICTION = re.compile(r"engines?:", re.IGNORECASE)
+_RESTRICTION_LIKE = re.compile(r"engines?:", re.IGNORECASE)
 _GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 
 
@@ -76,8 +76,8 @@ class AccessList:
         self._check = check
         # Counts how often the entries have changed.
         self.version = 0
-        self._judged = self._file.look()
-        self._entries = self._read(self._judged)
+        self._last_processed = self._file.read()
+        self._entries = self._read(self._last_processed)
         # Whether only its users are admitted to the operators' socket.  If the list loses its users
         # or all entries while the sidecar runs, the socket stays restricted.
         self.governs_operators = not self._entries or _has_users(self._entries)
@@ -86,17 +86,17 @@ class AccessList:
         """Returns the entry of a key, such as "cert:NAME"; None if it is missing."""
         return self._entries.get(key)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reads the file, and applies a change once two successive reads agree.
 
         A list that cannot be used changes nothing: the previous entries stay in force.
         """
-        found = self._file.look()
-        if found == self._judged or self._file.agreeing < AGREEING_LOOKS:
+        file_state = self._file.read()
+        if file_state == self._last_processed or self._file.equal_reads < EQUAL_READS_MIN:
             return
-        self._judged = found
+        self._last_processed = file_state
         try:
-            entries = self._read(found)
+            entries = self._read(file_state)
         except SpeculationError as error:
             _log.error("access_not_read", error=str(error))
             return
@@ -106,11 +106,11 @@ class AccessList:
         self.version += 1
         _log.info("access_read", path=str(self._file.path), entries=len(entries))
 
-    def _read(self, found: Found) -> Mapping[str, Caller]:
+    def _read(self, file_state: FileSnapshot) -> Mapping[str, Caller]:
         """Parses and checks the entries.  Raises AccessFileError, and the errors of the check."""
-        if found.error:
-            raise AccessFileError(f"access list {self._file.path}: {found.error}")
-        entries = _parse(self._file.path, found.content)
+        if file_state.error:
+            raise AccessFileError(f"access list {self._file.path}: {file_state.error}")
+        entries = _parse(self._file.path, file_state.content)
         self._check(entries)
         if not entries:
             _log.warning(
@@ -122,7 +122,7 @@ class AccessList:
 
 
 def _has_users(keys: Iterable[str]) -> bool:
-    return any(key.startswith(_USERS) for key in keys)
+    return any(key.startswith(_USER_PREFIXES) for key in keys)
 
 
 def _parse(path: Path, content: bytes) -> Mapping[str, Caller]:
@@ -131,69 +131,75 @@ def _parse(path: Path, content: bytes) -> Mapping[str, Caller]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise AccessFileError(f"access list {path}: {error}") from error
-    found: dict[str, Caller] = {}
-    lines_of: dict[str, int] = {}
+    entries: dict[str, Caller] = {}
+    first_lines: dict[str, int] = {}
     # Not `splitlines`, which also ends a line at a form feed, for example within a comment.
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         # Messages never quote the line: it may contain a token by mistake.
-        where = f"{path}, line {number}"
-        key, caller = _entry(words, where)
-        for what, text_of in (("key", f"key {key}"), ("name", f"name {caller.name}")):
-            before = lines_of.setdefault(text_of, number)
-            if before != number:
+        location = f"{path}, line {number}"
+        key, caller = _parse_entry(words, location)
+        for field_name, field_text in (("key", f"key {key}"), ("name", f"name {caller.name}")):
+            first_line = first_lines.setdefault(field_text, number)
+            if first_line != number:
                 raise AccessFileError(
-                    f"{where}: repeats the {what} of line {before}: every entry needs its own"
+                    f"{location}: repeats the {field_name} of line {first_line}: every entry needs "
+                    "its own"
                 )
-        found[key] = caller
+        entries[key] = caller
     if not text.endswith("\n") and text:
         # A truncated line may name another user, or lack the restriction to engines.
         raise AccessFileError(
             f"access list {path}: the last line has no line break, so it may be truncated: "
             "end it with one"
         )
-    return found
+    return entries
 
 
-def _entry(words: list[str], where: str) -> tuple[str, Caller]:
+def _parse_entry(words: list[str], location: str) -> tuple[str, Caller]:
     engines: tuple[str, ...] = ("*",)
-    if len(words) > 2 and words[-1].startswith(_ENGINES):
-        engines = tuple(words.pop().removeprefix(_ENGINES).split(","))
+    if len(words) > 2 and words[-1].startswith(_ENGINES_PREFIX):
+        engines = tuple(words.pop().removeprefix(_ENGINES_PREFIX).split(","))
         if not all(_GLOB.fullmatch(pattern) for pattern in engines):
             raise AccessFileError(
-                f"{where}: engine:GLOBS are engine ids with * and ?, joined by commas"
+                f"{location}: engine:GLOBS are engine ids with * and ?, joined by commas"
             )
-    if len(words) not in {2, 3} or _IS_RESTRICTION.match(words[-1]):
-        raise AccessFileError(f"{where}: RIGHTS KEY [NAME] [engine:GLOBS] is needed")
+    if len(words) not in {2, 3} or _RESTRICTION_LIKE.match(words[-1]):
+        raise AccessFileError(f"{location}: RIGHTS KEY [NAME] [engine:GLOBS] is needed")
     rights = Right.NONE
     for word in words[0].split(","):
         if word not in _RIGHTS:
-            raise AccessFileError(f"{where}: rights are {', '.join(_RIGHTS)}, joined by commas")
+            raise AccessFileError(f"{location}: rights are {', '.join(_RIGHTS)}, joined by commas")
         rights |= _RIGHTS[word]
     key = words[1]
     if not _KEY.fullmatch(key):
         raise AccessFileError(
-            f"{where}: the key is token-sha256:HEX (64 digits), cert:NAME, uid:NUMBER or gid:NUMBER"
+            f"{location}: the key is token-sha256:HEX (64 digits), cert:NAME, uid:NUMBER or "
+            "gid:NUMBER"
         )
-    name = words[2] if len(words) == 3 else _shown(key)
+    name = words[2] if len(words) == 3 else _display_name(key)
     if not (key.isprintable() and name.isprintable()):
-        raise AccessFileError(f"{where}: only printable characters are allowed")
+        raise AccessFileError(f"{location}: only printable characters are allowed")
     if Right.INSTALL in rights and "*" not in engines:
         raise AccessFileError(
-            f"{where}: a profile applies to every engine of its kind, so the right to install "
+            f"{location}: a profile applies to every engine of its kind, so the right to install "
             "cannot be combined with engine:GLOBS"
         )
-    return key, Caller(name, rights, identity=key, engines=engines)
+    return key, Caller(name, rights, access_key=key, engines=engines)
 
 
-def _shown(key: str) -> str:
+def _display_name(key: str) -> str:
     """Names an entry without a name by its key; a token's digest by its first digits."""
-    return key[: len(DIGEST) + _DIGITS_SHOWN] if key.startswith(DIGEST) else key
+    return (
+        key[: len(BEARER_KEY_PREFIX) + _DIGEST_DIGITS_SHOWN]
+        if key.startswith(BEARER_KEY_PREFIX)
+        else key
+    )
 
 
-def on_engines_socket(_context: Any) -> Caller:
+def identify_engines_socket_caller(_context: Any) -> Caller:
     """Identifies a caller on the engines' socket, whose mode decides who may connect.
 
     gRPC does not expose the peer's credentials.
@@ -202,22 +208,24 @@ def on_engines_socket(_context: Any) -> Caller:
     return Caller(name, Right.READ | Right.STEER, origin=name)
 
 
-def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | None) -> Identify:
+def operators_socket_identifier(
+    operator_socket: OperatorSocket, access: AccessList | None
+) -> Identify:
     """Identifies callers by the connected process's credentials, which come from the kernel."""
 
     def identify(context: Any) -> Caller:
         peer = operator_socket.peers.get(context.peer() or "")
         if peer is None:
             raise UnauthenticatedError("this connection did not come through the operators' socket")
-        return _operator(peer, access)
+        return _operator_caller(peer, access)
 
     return identify
 
 
-def _operator(peer: Peer, access: AccessList | None) -> Caller:
+def _operator_caller(peer: Peer, access: AccessList | None) -> Caller:
     user = f"uid:{peer.uid}"
     if access is None or not access.governs_operators:
-        return Caller(str(peer), ALL, origin=str(peer), user=user)
+        return Caller(str(peer), ALL_RIGHTS, origin=str(peer), user=user)
     for key in (user, f"gid:{peer.gid}"):
         caller = access.find(key)
         if caller is not None:
@@ -225,14 +233,14 @@ def _operator(peer: Peer, access: AccessList | None) -> Caller:
     raise UnauthenticatedError(f"the access list has no entry for {peer}")
 
 
-def on_tcp(access: AccessList | None) -> Identify:
+def tcp_identifier(access: AccessList | None) -> Identify:
     """Identifies callers by their token or client certificate."""
 
     def identify(context: Any) -> Caller:
         name: str = context.peer() or "unknown"
         if access is None:
             return Caller(name, Right.READ | Right.STEER, origin=name)
-        for key in _keys(context):
+        for key in _caller_keys(context):
             caller = access.find(key)
             if caller is not None:
                 return replace(caller, origin=f"{caller.name} at {name}")
@@ -244,14 +252,14 @@ def on_tcp(access: AccessList | None) -> Identify:
     return identify
 
 
-def _keys(context: Any) -> list[str]:
+def _caller_keys(context: Any) -> list[str]:
     keys = []
     for name, value in context.invocation_metadata() or ():
         if name == "authorization" and isinstance(value, str):
             kind, _, token = value.partition(" ")
             if kind.lower() == "bearer" and token:
                 digest = hashlib.sha256(token.strip().encode()).hexdigest()
-                keys.append(f"{DIGEST}{digest}")
+                keys.append(f"{BEARER_KEY_PREFIX}{digest}")
     identity = context.auth_context() or {}
     for field in ("x509_common_name", "x509_subject_alternative_name"):
         keys += [f"cert:{name.decode('utf-8', 'replace')}" for name in identity.get(field, ())]

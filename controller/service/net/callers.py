@@ -1,7 +1,7 @@
 """Describes the caller of a call, and its rights.
 
 A guard (`guard.Guard`) identifies the caller of every call before it reads a message, and sets the
-current `Call`.  Servicers get the caller from `calling()`.
+current `Call`.  Servicers get the caller from `current_caller()`.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ class Right(Flag):
     OVERRIDE = auto()
 
 
-ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
+ALL_RIGHTS = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Describes a caller.
 
-    name: shown to people.  identity: the unique key of the caller's access entry, "" for an
+    name: shown to people.  access_key: the unique key of the caller's access entry, "" for an
     anonymous caller.  user: the user on the operators' socket as "uid:NUMBER", the same for all its
     processes; "" elsewhere.  engines: globs of the engine ids that the caller may act on.
     origin: where the call came from, for the audit.
@@ -41,7 +41,7 @@ class Caller:
 
     name: str
     rights: Right
-    identity: str = ""
+    access_key: str = ""
     engines: tuple[str, ...] = ("*",)
     origin: str = ""
     user: str = ""
@@ -49,7 +49,7 @@ class Caller:
     @property
     def account(self) -> str:
         """Identifies the caller across its processes and connections; "" if it is anonymous."""
-        return self.user or self.identity
+        return self.user or self.access_key
 
     @property
     def is_restricted(self) -> bool:
@@ -77,56 +77,56 @@ class Call:
 
     caller: Caller
     right: Right
-    # The source whose limits the call uses (`source_of`).
+    # The source whose limits the call uses (`limit_source`).
     source: str = ""
     # Engines that the call has named; they are checked again when the access list changes.
     engine_ids: set[str] = field(default_factory=set)
     # Why the caller has lost the right to the call; None while it may continue.
-    revoked: SpeculationError | None = None
+    revocation_error: SpeculationError | None = None
     task: "asyncio.Task[object] | None" = None
 
-    def revoke(self, why: SpeculationError) -> None:
+    def revoke(self, error: SpeculationError) -> None:
         """Ends the call with this error."""
-        self.revoked = why
+        self.revocation_error = error
         if self.task is not None:
             self.task.cancel()
 
 
-def source_of(caller: Caller, peer: str) -> str:
+def limit_source(caller: Caller, peer: str) -> str:
     """Names the source whose limit a caller uses: an access entry, a host on TCP, or a connection.
 
     peer: gRPC's name of the connection.  It is the same for all connections of the engines' socket,
     which gRPC does not distinguish.
     """
-    if caller.identity:
-        return caller.identity
+    if caller.access_key:
+        return caller.access_key
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
-_current: ContextVar[Call | None] = ContextVar("call", default=None)
+_current_call: ContextVar[Call | None] = ContextVar("call", default=None)
 _UNGUARDED = Caller("an unknown caller", Right.NONE, origin="unknown")
 
 
-def begin(call: Call) -> None:
+def set_current_call(call: Call) -> None:
     """Sets the current call of the task that serves it."""
-    _current.set(call)
+    _current_call.set(call)
 
 
-def calling() -> Caller:
+def current_caller() -> Caller:
     """Returns the caller of the current call."""
-    call = _current.get()
+    call = _current_call.get()
     return _UNGUARDED if call is None else call.caller
 
 
-def source() -> str:
+def current_source() -> str:
     """Returns the source whose limits the current call uses; "" outside of a call."""
-    call = _current.get()
+    call = _current_call.get()
     return "" if call is None else call.source
 
 
 def require_engine(engine_id: str) -> None:
     """Raises ForbiddenError if the current caller may not act on this engine."""
-    calling().require_engines([engine_id])
-    call = _current.get()
+    current_caller().require_engines([engine_id])
+    call = _current_call.get()
     if call is not None:
         call.engine_ids.add(engine_id)

@@ -38,7 +38,7 @@ _MESSAGE_MAX = 500
 # Characters of a name or a fact, and of the description of a field.
 _NAME_MAX, _DESCRIPTION_MAX = 128, 250
 _FAILED_TEXT = "the sidecar failed at this call: its log has the error"
-_ABOUT_A_FIELD = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+_FIELD_ERROR_STATUSES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Error = TypeVar("_Error", bound=type[SpeculationError])
@@ -57,7 +57,7 @@ class ErrorKind:
 
 
 # Errors of packages that know nothing of gRPC: class, status, reason.
-_OF_OTHERS: Final = (
+_FOREIGN_ERRORS: Final = (
     (UnknownArmError, StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH),
     (StaleReportError, StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT),
     (InvalidReportError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT),
@@ -77,105 +77,105 @@ _OF_OTHERS: Final = (
     (StoreError, StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED),
 )
 # The status for each class of errors; it includes subclasses that are not listed.
-KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {
-    error: ErrorKind(status, reason) for error, status, reason in _OF_OTHERS
+ERROR_KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {
+    error: ErrorKind(status, reason) for error, status, reason in _FOREIGN_ERRORS
 }
-FAILED: Final = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
+INTERNAL_ERROR_KIND: Final = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
 
 
-def told(
+def grpc_status(
     status: grpc.StatusCode, reason: errors_pb2.ErrorReason.ValueType, resource_type: str = ""
 ) -> Callable[[_Error], _Error]:
     """Declares the status that clients get for a class of errors; see `ErrorKind`."""
 
-    def declare(of: _Error) -> _Error:
-        KINDS[of] = ErrorKind(status, reason, resource_type)
-        return of
+    def declare(error_class: _Error) -> _Error:
+        ERROR_KINDS[error_class] = ErrorKind(status, reason, resource_type)
+        return error_class
 
     return declare
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER)
 class UnknownDrafterError(UnknownArmError):
     """A report names a drafter that the engine did not introduce."""
 
 
-@told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_SESSION_ENDED)
+@grpc_status(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_SESSION_ENDED)
 class NoSessionError(SpeculationError):
     """The session is unknown, over, or was taken over: the engine must introduce itself again."""
 
 
-@told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_ENGINE_NOT_FOUND, _ENGINE)
+@grpc_status(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_ENGINE_NOT_FOUND, _ENGINE)
 class UnknownEngineError(SpeculationError):
     """No engine with that id has a session."""
 
 
-@told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_ENGINE_TAKEN, _ENGINE)
+@grpc_status(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_ENGINE_TAKEN, _ENGINE)
 class EngineTakenError(SpeculationError):
     """Another engine is steered under this id and was in contact a moment ago."""
 
 
-@told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_ENGINES)
+@grpc_status(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_ENGINES)
 class TooManyEnginesError(SpeculationError):
     """The registry is full and none of its sessions is idle, or the sidecar is overloaded."""
 
 
-@told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_MEASUREMENT_CONFLICT, _ENGINE)
+@grpc_status(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_MEASUREMENT_CONFLICT, _ENGINE)
 class MeasurementConflictError(SpeculationError):
     """Another client measures the engine, or the engine disconnected while it was measured."""
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_MEASUREMENT)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_MEASUREMENT)
 class InvalidMeasurementError(SpeculationError):
     """A measurement requests an arm that the engine cannot run."""
 
 
-@told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_MATCHING_ENGINE, _PROFILE)
+@grpc_status(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_MATCHING_ENGINE, _PROFILE)
 class NoMatchingEngineError(SpeculationError):
     """A profile matches no introduced engine; the message names the field that differs."""
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST)
 class InvalidQuestionError(SpeculationError):
     """A request has an invalid or impossible argument."""
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_REQUEST_ID_REUSED)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_REQUEST_ID_REUSED)
 class RequestIdReusedError(SpeculationError):
     """A request has the id of an earlier one but different content."""
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNREADABLE_REQUEST)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNREADABLE_REQUEST)
 class UnreadableRequestError(SpeculationError):
     """A request cannot be parsed as a message of its call."""
 
 
-@told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_TOO_MANY_REPORTS)
+@grpc_status(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_TOO_MANY_REPORTS)
 class TooManyReportsError(SpeculationError):
     """A message has too many reports."""
 
 
-@told(StatusCode.DEADLINE_EXCEEDED, errors_pb2.ERROR_REASON_SILENT_CLIENT)
+@grpc_status(StatusCode.DEADLINE_EXCEEDED, errors_pb2.ERROR_REASON_SILENT_CLIENT)
 class SilentClientError(SpeculationError):
     """A client opens a call and does not send its first message in time."""
 
 
-@told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_SLOW_CLIENT)
+@grpc_status(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_SLOW_CLIENT)
 class SlowClientError(SpeculationError):
     """A client reads so slowly that its answers pile up."""
 
 
-@told(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_PROFILE_NOT_SAVED, _PROFILE)
+@grpc_status(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_PROFILE_NOT_SAVED, _PROFILE)
 class ProfileNotSavedError(SpeculationError):
     """The profile directory cannot be written."""
 
 
-@told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_PROFILE_NOT_FOUND, _PROFILE)
+@grpc_status(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_PROFILE_NOT_FOUND, _PROFILE)
 class NoProfileError(SpeculationError):
     """The store has no such profile."""
 
 
-@told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_OVERRIDE_NOT_FOUND, _OVERRIDE)
+@grpc_status(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_OVERRIDE_NOT_FOUND, _OVERRIDE)
 class NoOverrideError(SpeculationError):
     """No such override is in force."""
 
@@ -184,47 +184,47 @@ class PolicyNotClearedError(NoOverrideError):
     """The id belongs to file-based policy, which only a change of its file can end."""
 
 
-@told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_OVERRIDES)
+@grpc_status(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_OVERRIDES)
 class TooManyOverridesError(SpeculationError):
     """There are more overrides than a sidecar can have in force."""
 
 
-@told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_OVERRIDE_EXISTS, _OVERRIDE)
+@grpc_status(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_OVERRIDE_EXISTS, _OVERRIDE)
 class OverrideExistsError(SpeculationError):
     """The id of a new override is in use, or was used before."""
 
 
-@told(StatusCode.ABORTED, errors_pb2.ERROR_REASON_OVERRIDE_CHANGED, _OVERRIDE)
+@grpc_status(StatusCode.ABORTED, errors_pb2.ERROR_REASON_OVERRIDE_CHANGED, _OVERRIDE)
 class OverrideChangedError(SpeculationError):
     """The override has changed since the caller read it."""
 
 
-@told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_EFFECT, _OVERRIDE)
+@grpc_status(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_EFFECT, _OVERRIDE)
 class NoEffectError(SpeculationError):
     """The override would have no effect on this sidecar's engines, but the caller requires one."""
 
 
-@told(StatusCode.PERMISSION_DENIED, errors_pb2.ERROR_REASON_FORBIDDEN, _ENGINE)
+@grpc_status(StatusCode.PERMISSION_DENIED, errors_pb2.ERROR_REASON_FORBIDDEN, _ENGINE)
 class ForbiddenError(SpeculationError):
     """The caller does not have the right to do this."""
 
 
-@told(StatusCode.UNAUTHENTICATED, errors_pb2.ERROR_REASON_UNAUTHENTICATED)
+@grpc_status(StatusCode.UNAUTHENTICATED, errors_pb2.ERROR_REASON_UNAUTHENTICATED)
 class UnauthenticatedError(SpeculationError):
     """The caller cannot be identified."""
 
 
-@told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_CALLS)
+@grpc_status(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_CALLS)
 class TooManyCallsError(SpeculationError):
     """There are more calls than this sidecar accepts."""
 
 
-@told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_CANNOT_TRAIN, _ENGINE)
+@grpc_status(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_CANNOT_TRAIN, _ENGINE)
 class CannotTrainError(SpeculationError):
     """The engine stores no training signals, or cannot load new versions of its drafter."""
 
 
-@told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_TRAINER_ATTACHED, _ENGINE)
+@grpc_status(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_TRAINER_ATTACHED, _ENGINE)
 class TrainerAttachedError(SpeculationError):
     """Another trainer is attached to the engine."""
 
@@ -241,34 +241,41 @@ class AddressTakenError(StartRefusedError):
     """A socket or port cannot be bound."""
 
 
-@told(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_SHUTTING_DOWN)
+@grpc_status(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_SHUTTING_DOWN)
 class ShuttingDownError(SpeculationError):
     """The sidecar is shutting down."""
 
 
-def kind_of(error: SpeculationError) -> ErrorKind:
+def error_kind_of(error: SpeculationError) -> ErrorKind:
     """Returns the status and reason of an error; FAILED for a class that is not listed."""
-    return next((KINDS[of] for of in type(error).__mro__ if of in KINDS), FAILED)
+    return next(
+        (
+            ERROR_KINDS[error_class]
+            for error_class in type(error).__mro__
+            if error_class in ERROR_KINDS
+        ),
+        INTERNAL_ERROR_KIND,
+    )
 
 
-def status_of(error: SpeculationError) -> grpc.StatusCode:
+def status_code_of(error: SpeculationError) -> grpc.StatusCode:
     """Returns the gRPC status code of an error."""
-    return kind_of(error).status
+    return error_kind_of(error).status
 
 
-def message_of(error: SpeculationError) -> str:
+def error_text(error: SpeculationError) -> str:
     """Returns the error's text, truncated to fit a status or a rejection."""
-    return cut(str(error), _MESSAGE_MAX)
+    return truncate(str(error), _MESSAGE_MAX)
 
 
-def cut(text: str, most: int) -> str:
-    """Truncates a text to `most` characters, and to twice as many bytes."""
-    if len(text) > most:
-        text = text[: most - 1] + "…"
+def truncate(text: str, characters_max: int) -> str:
+    """Truncates a text to `characters_max` characters, and to twice as many bytes."""
+    if len(text) > characters_max:
+        text = text[: characters_max - 1] + "…"
     data = text.encode(errors="replace")
-    if len(data) <= 2 * most:
+    if len(data) <= 2 * characters_max:
         return text
-    return data[: 2 * most - 3].decode(errors="ignore") + "…"
+    return data[: 2 * characters_max - 3].decode(errors="ignore") + "…"
 
 
 def status_message(error: SpeculationError) -> status_pb2.Status:
@@ -277,29 +284,30 @@ def status_message(error: SpeculationError) -> status_pb2.Status:
     For an error that is not listed the client gets a general text, because its own text may name
     internals.
     """
-    kind = kind_of(error)
-    text = _FAILED_TEXT if kind is FAILED else message_of(error)
+    kind = error_kind_of(error)
+    text = _FAILED_TEXT if kind is INTERNAL_ERROR_KIND else error_text(error)
     info = error_details_pb2.ErrorInfo(
         reason=errors_pb2.ErrorReason.Name(kind.reason).removeprefix(_PREFIX),
         domain=DOMAIN,
-        metadata={name: cut(fact, _NAME_MAX) for name, fact in error.facts.items()},
+        metadata={name: truncate(fact, _NAME_MAX) for name, fact in error.facts.items()},
     )
     details: list[Any] = [info]
-    if kind.status in _ABOUT_A_FIELD and error.field_path:
+    if kind.status in _FIELD_ERROR_STATUSES and error.field_path:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=cut(error.field_path, _NAME_MAX), description=cut(text, _DESCRIPTION_MAX)
+            field=truncate(error.field_path, _NAME_MAX),
+            description=truncate(text, _DESCRIPTION_MAX),
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if kind.resource_type and error.resource:
         details.append(
             error_details_pb2.ResourceInfo(
-                resource_type=kind.resource_type, resource_name=cut(error.resource, _NAME_MAX)
+                resource_type=kind.resource_type, resource_name=truncate(error.resource, _NAME_MAX)
             )
         )
-    return status_pb2.Status(code=kind.status.value[0], message=text, details=map(_packed, details))
+    return status_pb2.Status(code=kind.status.value[0], message=text, details=map(_pack, details))
 
 
-def _packed(detail: Any) -> AnyMessage:
+def _pack(detail: Any) -> AnyMessage:
     packed = AnyMessage()
     packed.Pack(detail)
     return packed
@@ -310,7 +318,7 @@ async def abort(context: Context, error: SpeculationError) -> Never:
 
     Clients of earlier versions read the error's name from `speculation-error`.
     """
-    kind, status = kind_of(error), status_message(error)
+    kind, status = error_kind_of(error), status_message(error)
     metadata = (
         ("speculation-error", type(error).__name__),
         ("grpc-status-details-bin", status.SerializeToString()),

@@ -24,10 +24,10 @@ from controller.service.net.errors import (
     TooManyCallsError,
     abort,
 )
-from controller.service.net.request_parsing import WaitingRoom, read_after
+from controller.service.net.request_parsing import AdmissionQueue, read_after_admission
 
-_WRITES = {"SetOverride", "ClearOverride"}
-_PROFILING = {
+_OVERRIDE_METHODS = {"SetOverride", "ClearOverride"}
+_PROFILING_RIGHTS = {
     "ListProfiles": Right.READ,
     "GetProfile": Right.READ,
     "Measure": Right.MEASURE,
@@ -43,7 +43,7 @@ LIMITS: Final[Mapping[Right, tuple[float, float]]] = {
     Right.OVERRIDE: (20.0, 200.0),
 }
 # All sources of one server together may make this multiple of one source's calls.
-SOURCES_AT_THEIR_LIMIT: Final = 4
+TOTAL_LIMIT_FACTOR: Final = 4
 # Open streams of one server that only watch, for example health or overrides.
 WATCHES_MAX = 64
 
@@ -51,7 +51,7 @@ _log = structlog.get_logger(__name__)
 
 
 @asynccontextmanager
-async def _failures(context: Any, method: str) -> AsyncIterator[None]:
+async def _report_failures(context: Any, method: str) -> AsyncIterator[None]:
     """Ends a refused call with its status and details, and a failed one with a general status.
 
     gRPC itself would send clients the text of any error.
@@ -68,37 +68,38 @@ async def _failures(context: Any, method: str) -> AsyncIterator[None]:
         await abort(context, SidecarFailedError())
 
 
-def right_of(method: str) -> Right:
+def required_right(method: str) -> Right:
     """Returns the right that a call of /package.Service/Method requires."""
     kind = method.strip("/").partition("/")[0].rpartition(".")[2]
     name = method.rpartition("/")[2]
     if kind == "Health":
         return Right.NONE
-    if kind == "PolicyService" and name in _WRITES:
+    if kind == "PolicyService" and name in _OVERRIDE_METHODS:
         return Right.OVERRIDE
     if kind == "ProfilingService":
-        return _PROFILING.get(name, Right.INSTALL)
+        return _PROFILING_RIGHTS.get(name, Right.INSTALL)
     return Right.STEER if kind in {"SpeculationService", "TrainingService"} else Right.READ
 
 
 class _CallLimit:
     """Limits the calls of each source, and those of all sources of a server together."""
 
-    def __init__(self, a_second: float, at_once: float) -> None:
-        self._rate = a_second
-        self._of_all = limits.Bucket(
-            SOURCES_AT_THEIR_LIMIT * a_second, SOURCES_AT_THEIR_LIMIT * at_once
+    def __init__(self, rate_per_second: float, burst: float) -> None:
+        self._rate_per_second = rate_per_second
+        self._total = limits.TokenBucket(
+            TOTAL_LIMIT_FACTOR * rate_per_second, TOTAL_LIMIT_FACTOR * burst
         )
-        self._by_source = limits.BySource(lambda: limits.Bucket(a_second, at_once))
+        self._by_source = limits.LimitBySource(lambda: limits.TokenBucket(rate_per_second, burst))
 
-    def take(self, source: str) -> None:
+    def count_call(self, source: str) -> None:
         """Counts a call.  Raises TooManyCallsError; a refused call does not use the total limit."""
-        if not self._by_source.of(source).take():
+        if not self._by_source.limit_for(source).try_consume():
             raise TooManyCallsError(
-                f"too many calls of this kind: a caller may make {self._rate:g} a second; try "
+                f"too many calls of this kind: a caller may make {self._rate_per_second:g} a "
+                "second; try "
                 "again in a moment"
             )
-        if not self._of_all.take():
+        if not self._total.try_consume():
             raise TooManyCallsError(
                 "too many calls of this kind by all callers together: try again in a moment"
             )
@@ -111,14 +112,14 @@ class Guard(grpc.aio.ServerInterceptor):
     messages.  waiting: calls that may wait for their first message at the same time.
     """
 
-    def __init__(self, identify: Identify, operators: str, waiting: int) -> None:
+    def __init__(self, identify: Identify, operators: str, waiting_max: int) -> None:
         self._identify = identify
         self._operators = operators
-        self._room = WaitingRoom(waiting)
-        self._calls = {right: _CallLimit(*limit) for right, limit in LIMITS.items()}
-        self._watches = 0
+        self._admission_queue = AdmissionQueue(waiting_max)
+        self._call_limits = {right: _CallLimit(*limit) for right, limit in LIMITS.items()}
+        self._open_watches = 0
         # Open streams that require a right.
-        self._open: dict[Call, Any] = {}
+        self._open_streams: dict[Call, Any] = {}
 
     async def intercept_service(
         self,
@@ -127,43 +128,43 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Wraps the call's handler with the check."""
         handler = await continuation(handler_call_details)
-        right = right_of(handler_call_details.method)
+        right = required_right(handler_call_details.method)
         if handler is None:
             return None
-        streams = handler.request_streaming or handler.response_streaming
+        is_stream = handler.request_streaming or handler.response_streaming
 
         @asynccontextmanager
         async def admitted(context: Any) -> AsyncIterator[None]:
             try:
                 call = self._admit(context, right)
-                if streams and right in {Right.NONE, Right.READ}:
-                    self._watch(context)
+                if is_stream and right in {Right.NONE, Right.READ}:
+                    self._count_watch(context)
             except SpeculationError as error:
                 await abort(context, error)
-            if call is None or not streams:
-                async with _failures(context, handler_call_details.method):
+            if call is None or not is_stream:
+                async with _report_failures(context, handler_call_details.method):
                     yield
                 return
             call.task = asyncio.current_task()
-            self._open[call] = context
+            self._open_streams[call] = context
             try:
-                async with _failures(context, handler_call_details.method):
+                async with _report_failures(context, handler_call_details.method):
                     yield
             except asyncio.CancelledError:
-                if call.revoked is None or call.task is None:
+                if call.revocation_error is None or call.task is None:
                     raise
                 call.task.uncancel()
-                await abort(context, call.revoked)
+                await abort(context, call.revocation_error)
             finally:
-                del self._open[call]
+                del self._open_streams[call]
 
-        most_bytes = limits.message_bytes(handler_call_details.method)
-        return read_after(handler, self._room, admitted, most_bytes)
+        bytes_max = limits.message_bytes_max(handler_call_details.method)
+        return read_after_admission(handler, self._admission_queue, admitted, bytes_max)
 
-    def recheck(self) -> None:
+    def recheck_streams(self) -> None:
         """Ends the open streams whose callers have lost the right to them."""
-        for call, context in list(self._open.items()):
-            if call.revoked is not None:
+        for call, context in list(self._open_streams.items()):
+            if call.revocation_error is not None:
                 continue
             try:
                 caller = self._identify(context)
@@ -178,9 +179,9 @@ class Guard(grpc.aio.ServerInterceptor):
             return None
         caller = self._identify(context)
         self._require(caller, right)
-        call = Call(caller, right, callers.source_of(caller, context.peer() or ""))
-        self._calls[right].take(call.source)
-        callers.begin(call)
+        call = Call(caller, right, callers.limit_source(caller, context.peer() or ""))
+        self._call_limits[right].count_call(call.source)
+        callers.set_current_call(call)
         return call
 
     def _require(self, caller: callers.Caller, right: Right) -> None:
@@ -193,12 +194,12 @@ class Guard(grpc.aio.ServerInterceptor):
             message += f"entry with {name}"
         raise ForbiddenError(message)
 
-    def _watch(self, context: Any) -> None:
+    def _count_watch(self, context: Any) -> None:
         """Counts a stream that only watches.  Raises TooManyCallsError."""
-        if self._watches >= WATCHES_MAX:
+        if self._open_watches >= WATCHES_MAX:
             raise TooManyCallsError(f"{WATCHES_MAX} such streams are open already: close some")
-        self._watches += 1
-        context.add_done_callback(lambda _: self._watched())
+        self._open_watches += 1
+        context.add_done_callback(lambda _: self._uncount_watch())
 
-    def _watched(self) -> None:
-        self._watches -= 1
+    def _uncount_watch(self) -> None:
+        self._open_watches -= 1

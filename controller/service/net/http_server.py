@@ -1,7 +1,7 @@
 """HTTP on threads: a bounded number of requests at a time, each for a bounded time.
 
-A silent client is disconnected after SILENCE_SECONDS.  Any request, its answer included, may take
-at most REQUEST_SECONDS, so a client that sends single bytes is disconnected too.
+A silent client is disconnected after CLIENT_TIMEOUT_SECONDS.  Any request, its answer included, may
+take at most REQUEST_SECONDS, so a client that sends single bytes is disconnected too.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ import structlog
 from controller.service.net.errors import AddressTakenError
 from controller.settings.listeners import Listener
 from controller.util.sockets import is_loopback_host
-from controller.util.tasks import keep_thread
+from controller.util.tasks import supervise_thread
 
 # Concurrent requests; further ones are answered with "503 Service Unavailable".
 REQUESTS_MAX: Final = 8
 # A client that sends nothing, or reads nothing, for this time is disconnected.
-SILENCE_SECONDS: Final = 5.0
+CLIENT_TIMEOUT_SECONDS: Final = 5.0
 # Any client is disconnected after this time.
 REQUEST_SECONDS: Final = 15.0
 _EVERY_ADDRESS: Final = "::"
 # How often it checks for such clients, and whether it is to stop.
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 _log = structlog.get_logger(__name__)
 
@@ -45,7 +45,11 @@ class HttpServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, listener: Listener, handler: type[BaseHTTPRequestHandler], name: str, served: str
+        self,
+        listener: Listener,
+        handler: type[BaseHTTPRequestHandler],
+        name: str,
+        content_name: str,
     ) -> None:
         host = listener.host
         if host == _EVERY_ADDRESS and not socket.has_dualstack_ipv6():
@@ -53,15 +57,15 @@ class HttpServer(ThreadingHTTPServer):
             host = "0.0.0.0"  # noqa: S104  # asked for
         if ":" in host:
             self.address_family = socket.AF_INET6
-        self._free = threading.BoundedSemaphore(REQUESTS_MAX)
+        self._free_slots = threading.BoundedSemaphore(REQUESTS_MAX)
         # Open sockets, and when they are disconnected.
-        self._until: dict[socket.socket, float] = {}
+        self._deadlines: dict[socket.socket, float] = {}
         self.is_loopback = is_loopback_host(host)
         try:
             super().__init__((host, listener.port), handler)
         except OSError as error:
             raise AddressTakenError(
-                f"{served} cannot be served on {listener.address}: {error.strerror}; choose "
+                f"{content_name} cannot be served on {listener.address}: {error.strerror}; choose "
                 f"another port with --{name}-port, or 0 for none"
             ) from error
         self._name = name
@@ -69,12 +73,12 @@ class HttpServer(ThreadingHTTPServer):
 
     def _start(self) -> threading.Thread:
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(_LOOK_SECONDS,), name=self._name, daemon=True
+            target=self.serve_forever, args=(_POLL_SECONDS,), name=self._name, daemon=True
         )
         self._thread.start()
         return self._thread
 
-    def serves(self, header: str) -> bool:
+    def accepts_host(self, header: str) -> bool:
         """Whether a request with this Host header (HOST or HOST:PORT) is answered.
 
         On a loopback address the header must name a loopback host.  This stops DNS rebinding: a
@@ -87,9 +91,9 @@ class HttpServer(ThreadingHTTPServer):
         except ValueError:
             return False
 
-    async def keep(self) -> None:
+    async def watch_thread(self) -> None:
         """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
-        await keep_thread(self._thread, self._start)
+        await supervise_thread(self._thread, self._start)
 
     def server_bind(self) -> None:
         """Binds the socket without a look-up of the machine's own name."""
@@ -101,13 +105,13 @@ class HttpServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a request on a thread, or answers 503 if REQUESTS_MAX are under way."""
-        if not self._free.acquire(blocking=False):
+        if not self._free_slots.acquire(blocking=False):
             request.settimeout(0)
             with contextlib.suppress(OSError):
                 request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\n\r\n")
             self.shutdown_request(request)
             return
-        self._until[request] = time.monotonic() + REQUEST_SECONDS
+        self._deadlines[request] = time.monotonic() + REQUEST_SECONDS
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -115,14 +119,14 @@ class HttpServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._until.pop(request, None)
-            self._free.release()
+            self._deadlines.pop(request, None)
+            self._free_slots.release()
 
     def service_actions(self) -> None:
         """Shuts down the sockets whose time is up; their threads then read an end of file."""
         now = time.monotonic()
-        for request, until in list(self._until.items()):
-            if until <= now:
+        for request, deadline in list(self._deadlines.items()):
+            if deadline <= now:
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 

@@ -30,69 +30,71 @@ KEEPALIVE_ANSWER_SECONDS: Final = 20
 # delays.  A connection with faster pings ends at the third one.
 CLIENT_KEEPALIVE_SECONDS_MIN: Final = 5
 # Concurrent calls of one connection: an agent has two, and clients queue calls beyond the limit.
-STREAMS_A_CONNECTION: Final = 1024
+STREAMS_PER_CONNECTION: Final = 1024
 # A message is parsed on the event loop: 128 KiB take 6 ms at worst (empty reports).  A profile is
 # one text, whose message is cheap to parse; a thread then reads the text.
-MESSAGE_BYTES: Final = 128 * 1024
-PROFILE_BYTES: Final = 1024 * 1024
+MESSAGE_BYTES_MAX: Final = 128 * 1024
+PROFILE_BYTES_MAX: Final = 1024 * 1024
 # Lists and explanations that may wait on one server; its guard admits no more at a time.
-READS_WAITING: Final = 400
+WAITING_READS_MAX: Final = 400
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
 # The longest slice of interruptible work on the event loop.
-_PIECE_SECONDS: Final = 0.002
+_SLICE_SECONDS: Final = 0.002
 # After a slice the event loop stays free for this multiple of the slice's time.  Introductions,
 # decisions and lists each have a queue of their own.  Decisions take at most half of the loop, so
 # all of them together leave time to accept new calls at once.
-_FREE_TIMES: Final = 3.0
+_PAUSE_FACTOR: Final = 3.0
 # The longest such pause: work that waits for a thread or the store does not occupy the loop.
-_FREE_SECONDS_MAX: Final = 0.25
+_PAUSE_SECONDS_MAX: Final = 0.25
 # File descriptors beyond those of connections: files, sockets, the store's connections.
 _OTHER_DESCRIPTORS = 256
 
 # Sources whose usage is remembered: more than there are connections.
-_SOURCES: Final = 4096
+_SOURCES_MAX: Final = 4096
 
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
 
-class _Refilled:
-    """Holds up to `at_once` tokens, refilled at `a_second` tokens per second."""
+class _RefilledTokens:
+    """Holds up to `is_sudden` tokens, refilled at `a_second` tokens per second."""
 
-    def __init__(self, a_second: float, at_once: float) -> None:
-        self._rate, self._burst = a_second, at_once
-        self._left, self._at = at_once, time.monotonic()
+    def __init__(self, rate_per_second: float, burst: float) -> None:
+        self._rate_per_second, self._burst = rate_per_second, burst
+        self._tokens, self._refilled_at = burst, time.monotonic()
 
     def _refill(self) -> None:
         now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
+        self._tokens = min(
+            self._burst, self._tokens + (now - self._refilled_at) * self._rate_per_second
+        )
+        self._refilled_at = now
 
 
-class Allowance(_Refilled):
+class RateLimit(_RefilledTokens):
     """Limits a rate by delays: a caller that consumes more tokens than are left has to wait."""
 
-    def take(self, count: float) -> float:
+    def consume(self, count: float) -> float:
         """Consumes `count` tokens; returns the seconds to wait before the next call may proceed."""
         self._refill()
-        self._left -= count
-        return max(0.0, -self._left / self._rate)
+        self._tokens -= count
+        return max(0.0, -self._tokens / self._rate_per_second)
 
 
-class Bucket(_Refilled):
+class TokenBucket(_RefilledTokens):
     """Limits a rate by refusals: a caller that asks for more tokens than are left is refused."""
 
-    def take(self, count: float = 1.0) -> bool:
+    def try_consume(self, count: float = 1.0) -> bool:
         """Consumes `count` tokens.  If fewer are left, consumes none and returns False."""
         self._refill()
-        if self._left < count:
+        if self._tokens < count:
             return False
-        self._left -= count
+        self._tokens -= count
         return True
 
 
-class BySource(Generic[T]):
+class LimitBySource(Generic[T]):
     """Holds one limit for each source of calls, made at its first call.
 
     A new source displaces the least recently used limit, so the memory is bounded.  Because a
@@ -106,30 +108,30 @@ class BySource(Generic[T]):
     def __len__(self) -> int:
         return len(self._limits)
 
-    def of(self, source: str) -> T:
+    def limit_for(self, source: str) -> T:
         """Returns the limit of this source."""
-        found = self._limits.get(source)
-        if found is None:
-            if len(self._limits) >= _SOURCES:
+        limit = self._limits.get(source)
+        if limit is None:
+            if len(self._limits) >= _SOURCES_MAX:
                 self._limits.popitem(last=False)
-            found = self._limits[source] = self._make()
+            limit = self._limits[source] = self._make()
         self._limits.move_to_end(source)
-        return found
+        return limit
 
 
-class SharedAllowance:
+class SharedRateLimit:
     """Limits the rate of each source, and that of all sources together to twice as much."""
 
-    def __init__(self, a_second: float, at_once: float) -> None:
-        self._of_all = Allowance(2 * a_second, 2 * at_once)
-        self._by_source = BySource(lambda: Allowance(a_second, at_once))
+    def __init__(self, rate_per_second: float, burst: float) -> None:
+        self._total = RateLimit(2 * rate_per_second, 2 * burst)
+        self._by_source = LimitBySource(lambda: RateLimit(rate_per_second, burst))
 
-    def take(self, source: str, count: float) -> float:
+    def consume(self, source: str, count: float) -> float:
         """Consumes `count` tokens for a source; returns the seconds that it has to wait."""
-        return max(self._by_source.of(source).take(count), self._of_all.take(count))
+        return max(self._by_source.limit_for(source).consume(count), self._total.consume(count))
 
 
-class Turns:
+class FairQueue:
     """Runs long work on the event loop one slice at a time, in the order of arrival.
 
     After each slice the loop stays free for longer than the slice took, so many requests at once
@@ -137,28 +139,28 @@ class Turns:
     short call does not wait for the end of a long one.
     """
 
-    def __init__(self, most_waiting: int) -> None:
-        self._most = most_waiting
+    def __init__(self, waiting_max: int) -> None:
+        self._waiting_max = waiting_max
         self._waiting = 0
         self._lock = asyncio.Lock()
 
-    async def take(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`.  Raises TooManyCallsError if too many calls wait."""
         async with self.turn():
             return work()
 
-    async def take_pieces(self, work: Generator[None, None, T]) -> T:
+    async def run_sliced(self, work: Generator[None, None, T]) -> T:
         """Returns the result of `work`, which yields wherever it may be interrupted.
 
         Raises TooManyCallsError if too many calls wait.  Work that has begun is never refused.
         """
-        with self._place():
+        with self._count_waiting():
             while True:
                 await self._lock.acquire()
-                with self._work():
-                    until = time.monotonic() + _PIECE_SECONDS
+                with self._release_after_pause():
+                    deadline = time.monotonic() + _SLICE_SECONDS
                     try:
-                        while time.monotonic() < until:
+                        while time.monotonic() < deadline:
                             next(work)
                     except StopIteration as end:
                         return cast("T", end.value)
@@ -169,16 +171,18 @@ class Turns:
 
         Raises TooManyCallsError if too many calls wait.
         """
-        with self._place():
+        with self._count_waiting():
             await self._lock.acquire()
-        with self._work():
+        with self._release_after_pause():
             yield
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _count_waiting(self) -> Iterator[None]:
         """Counts a waiting call for the duration of the block.  Raises TooManyCallsError."""
-        if self._waiting >= self._most:
-            raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
+        if self._waiting >= self._waiting_max:
+            raise TooManyCallsError(
+                f"{self._waiting_max} such calls wait already: try again in a moment"
+            )
         self._waiting += 1
         try:
             yield
@@ -186,19 +190,19 @@ class Turns:
             self._waiting -= 1
 
     @contextmanager
-    def _work(self) -> Iterator[None]:
+    def _release_after_pause(self) -> Iterator[None]:
         """Releases the lock after the block, with a pause that is longer than the block took."""
         began = time.monotonic()
         try:
             yield
         finally:
-            free = min(_FREE_TIMES * (time.monotonic() - began), _FREE_SECONDS_MAX)
-            asyncio.get_running_loop().call_later(free, self._lock.release)
+            pause_seconds = min(_PAUSE_FACTOR * (time.monotonic() - began), _PAUSE_SECONDS_MAX)
+            asyncio.get_running_loop().call_later(pause_seconds, self._lock.release)
 
 
-def message_bytes(method: str) -> int:
+def message_bytes_max(method: str) -> int:
     """Returns the most bytes that a message to this method (/SERVICE/METHOD) may have."""
-    return PROFILE_BYTES if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES
+    return PROFILE_BYTES_MAX if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES_MAX
 
 
 def server_options(settings: Settings) -> list[tuple[str, int]]:
@@ -214,11 +218,11 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
     ]
 
 
-def connection_options(most: int) -> list[tuple[str, int]]:
-    """Returns the gRPC options for connections.  most: connections on each address."""
+def connection_options(connections_max: int) -> list[tuple[str, int]]:
+    """Returns the gRPC options for connections.  connections_max: connections on each address."""
     return [
-        ("grpc.max_allowed_incoming_connections", most),
-        ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+        ("grpc.max_allowed_incoming_connections", connections_max),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.http2.settings_timeout", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
@@ -232,16 +236,16 @@ def connection_options(most: int) -> list[tuple[str, int]]:
     ]
 
 
-def raise_descriptors(settings: Settings) -> None:
+def raise_descriptor_limit(settings: Settings) -> None:
     """Raises the descriptor limit for all connections; logs a warning if that is not allowed."""
-    wanted = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
+    needed = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
         _log.warning(
-            "few_descriptors", allowed=most, wanted=wanted,
+            "few_descriptors", allowed=allowed, wanted=needed,
             detail="set a smaller CONTROLLER_MAX_CONNECTIONS, or allow more open files",
         )  # fmt: skip

@@ -16,9 +16,9 @@ SERVICE = f"{_V1}.ServerReflection"
 _FILE = "grpc/reflection/v1/reflection.proto"
 
 
-def add(server: grpc.aio.Server, services: Sequence[str]) -> None:
+def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     """Adds reflection of these services, and of itself, to a server."""
-    _describe()
+    _register_v1_description()
     names = (*services, reflection.SERVICE_NAME, SERVICE)
     servicer = reflection.aio.ReflectionServicer(names)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -32,25 +32,25 @@ def add(server: grpc.aio.Server, services: Sequence[str]) -> None:
     )
 
 
-def _describe() -> None:
+def _register_v1_description() -> None:
     """Adds the description of v1 to the pool from which reflection answers."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_FILE)
     except KeyError:
-        found = FileDescriptorProto()
-        reflection_pb2.DESCRIPTOR.CopyToProto(found)
-        found.name, found.package = _FILE, _V1
+        file_proto = FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file_proto)
+        file_proto.name, file_proto.package = _FILE, _V1
         # The options mark v1alpha as deprecated.
-        found.ClearField("options")
-        for field in (field for message in found.message_type for field in message.field):
+        file_proto.ClearField("options")
+        for field in (field for message in file_proto.message_type for field in message.field):
             if field.type_name:
                 field.type_name = _renamed(field.type_name)
-        for service in found.service:
+        for service in file_proto.service:
             for method in service.method:
                 method.input_type = _renamed(method.input_type)
                 method.output_type = _renamed(method.output_type)
-        pool.AddSerializedFile(found.SerializeToString())
+        pool.AddSerializedFile(file_proto.SerializeToString())
 
 
 def _renamed(name: str) -> str:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from controller.service.net.access import DIGEST, AccessFileError, AccessList
+from controller.service.net.access import BEARER_KEY_PREFIX, AccessFileError, AccessList
 from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.settings.settings import Settings
 from controller.util.files import UnreadableFileError, read_small
@@ -26,7 +26,7 @@ _MAX_BYTES: Final = 1024 * 1024
 _log = structlog.get_logger(__name__)
 
 
-def require_no_open_token(settings: Settings, keys: Iterable[str]) -> None:
+def require_no_unencrypted_token(settings: Settings, keys: Iterable[str]) -> None:
     """Raises StartRefusedError if tokens of an access list would be sent unencrypted.
 
     keys: the keys of the list, at the start and at every change.
@@ -34,7 +34,7 @@ def require_no_open_token(settings: Settings, keys: Iterable[str]) -> None:
     address = settings.tcp
     if address is None or settings.tls_certificate is not None or is_loopback(address):
         return
-    if any(key.startswith(DIGEST) for key in keys):
+    if any(key.startswith(BEARER_KEY_PREFIX) for key in keys):
         raise StartRefusedError(
             "the access list has tokens, and they would be sent unencrypted: set a TLS certificate "
             "and key, or listen on the loopback address"
@@ -53,7 +53,9 @@ def bind(
         if settings.tls_certificate is not None and settings.tls_key is not None:
             server.add_secure_port(
                 address,
-                certificates(settings.tls_certificate, settings.tls_key, settings.tls_client_ca),
+                server_credentials(
+                    settings.tls_certificate, settings.tls_key, settings.tls_client_ca
+                ),
             )
         else:
             server.add_insecure_port(address)
@@ -72,41 +74,45 @@ def bind(
         )
 
 
-def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+def server_credentials(
+    certificate: Path, key: Path, client_ca: Path | None
+) -> grpc.ServerCredentials:
     """Makes credentials from these files.  Raises AccessFileError if they do not match."""
     paths = [certificate, key, *([client_ca] if client_ca else [])]
-    judged: list[bytes] | str = ""
+    last_result: list[bytes] | str = ""
 
     def fetch() -> Any:
-        nonlocal judged
+        nonlocal last_result
         try:
-            found = _pem_files(paths)
-            if found == judged:
+            contents = _read_pem_files(paths)
+            if contents == last_result:
                 return None
-            configuration = _tls(paths, found)
+            configuration = _tls_configuration(paths, contents)
         except AccessFileError as error:
-            if str(error) != judged:
-                judged = str(error)
-                _log.error("certificate_not_read", error=judged)
+            if str(error) != last_result:
+                last_result = str(error)
+                _log.error("certificate_not_read", error=last_result)
             return None
-        judged = found
+        last_result = contents
         return configuration
 
-    judged = _pem_files(paths)
-    return grpc.dynamic_ssl_server_credentials(_tls(paths, judged), fetch, client_ca is not None)
+    last_result = _read_pem_files(paths)
+    return grpc.dynamic_ssl_server_credentials(
+        _tls_configuration(paths, last_result), fetch, client_ca is not None
+    )
 
 
-def _pem_files(paths: list[Path]) -> list[bytes]:
-    found = []
+def _read_pem_files(paths: list[Path]) -> list[bytes]:
+    contents = []
     for path in paths:
         try:
-            found.append(read_small(path, _MAX_BYTES))
+            contents.append(read_small(path, _MAX_BYTES))
         except UnreadableFileError as error:
             raise AccessFileError(f"TLS: {path}: {error}") from error
-    return found
+    return contents
 
 
-def _tls(paths: list[Path], contents: list[bytes]) -> Any:
+def _tls_configuration(paths: list[Path], contents: list[bytes]) -> Any:
     """Makes the configuration from a certificate, its key and, if there is one, the clients' CA.
 
     Raises AccessFileError if they are not such files, or do not match.
@@ -125,7 +131,7 @@ def _tls(paths: list[Path], contents: list[bytes]) -> Any:
             f"TLS: {names} are not a PEM certificate, its key without a password, and an "
             f"authority: {error}"
         ) from error
-    if _pem_files(paths) != contents:
+    if _read_pem_files(paths) != contents:
         raise AccessFileError("TLS: the files changed while they were read")
     certificate, key, *authorities = contents
     return grpc.ssl_server_certificate_configuration(

@@ -36,16 +36,16 @@ from controller.util import tasks
 from controller.util.sockets import operators_path
 
 # Modes of the engines' socket, the operators' socket, and their directories.
-_MODE = 0o660
+_ENGINES_MODE = 0o660
 _OPERATORS_MODE = 0o600
 _DIRECTORY_MODE = 0o750
 _INNER_DIRECTORY_MODE = 0o700
 # sockaddr_un.sun_path, less its closing zero.
 _PATH_BYTES_MAX = 107
 _PROBE_SECONDS = 1.0
-_CHUNK = 65_536
-_CONNECTIONS = 32
-_CREDENTIALS = struct.Struct("3i")
+_CHUNK_BYTES = 65_536
+_CONNECTIONS_MAX = 32
+_PEER_CREDENTIALS = struct.Struct("3i")
 
 _log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class SocketTakenError(SpeculationError):
     """The path cannot be bound: a server listens there, or it is not a socket."""
 
 
-def opened_directory(path: Path) -> int:
+def open_directory(path: Path) -> int:
     """Opens the directory of a socket, which is made if necessary; returns its descriptor.
 
     Raises SocketTakenError.
@@ -70,14 +70,14 @@ def opened_directory(path: Path) -> int:
 
 
 @contextmanager
-def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
+def claim_path(path: Path, mode: int = _ENGINES_MODE) -> Iterator[None]:
     """Frees a path, so that a socket with this mode can be bound to it inside the block.
 
     Raises SocketTakenError.
     """
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise SocketTakenError(f"{path}: a socket's path has at most {_PATH_BYTES_MAX} bytes")
-    directory = opened_directory(path)
+    directory = open_directory(path)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         remove_if_dead(path)
@@ -132,7 +132,7 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def is_own(path: Path, inode: int) -> bool:
+def is_same_file(path: Path, inode: int) -> bool:
     """Returns whether the socket file is still the one that was bound."""
     try:
         return path.lstat().st_ino == inode
@@ -140,9 +140,9 @@ def is_own(path: Path, inode: int) -> bool:
         return False
 
 
-def remove_own(path: Path, inode: int) -> None:
+def remove_same_file(path: Path, inode: int) -> None:
     """Removes the socket file, unless another one has replaced it."""
-    if is_own(path, inode):
+    if is_same_file(path, inode):
         path.unlink(missing_ok=True)
 
 
@@ -170,18 +170,18 @@ class OperatorSocket:
     that every command finds it by one rule.  An engine without access to the directory cannot
     follow the link.
 
-    The operators' gRPC server has to be bound inside `binding` before `open`.
+    The operators' gRPC server has to be bound inside `bind_inner_socket` before `open`.
     """
 
-    def __init__(self, engines: Path, directory: Path | None = None) -> None:
-        beside = operators_path(engines)
-        self.path = beside if directory is None else directory / beside.name
-        self._link = None if self.path.absolute() == beside.absolute() else beside
-        self._main = engines
+    def __init__(self, engines_path: Path, directory: Path | None = None) -> None:
+        default_path = operators_path(engines_path)
+        self.path = default_path if directory is None else directory / default_path.name
+        self._link = None if self.path.absolute() == default_path.absolute() else default_path
+        self._engines_path = engines_path
         # Every file that was created, and its inode.
-        self._made: dict[Path, int] = {}
+        self._created_inodes: dict[Path, int] = {}
         # Descriptor of the inner socket's file, which has been unlinked.
-        self._inner: int | None = None
+        self._inner_descriptor: int | None = None
         self._peers: dict[str, Peer] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -192,31 +192,32 @@ class OperatorSocket:
         return MappingProxyType(self._peers)
 
     @contextmanager
-    def binding(self) -> Iterator[Path]:
+    def bind_inner_socket(self) -> Iterator[Path]:
         """Yields the path to which the operators' gRPC server must be bound inside the block.
 
         The engines' socket must be bound inside the block too.  Raises OSError.
         """
-        os.close(opened_directory(self.path))
+        os.close(open_directory(self.path))
         # The directory is the operators': a process that may write to it could replace the socket.
         with tempfile.TemporaryDirectory(prefix=".", dir=self.path.parent) as folder:
-            # The umask of `claimed` has removed the right to enter it.
+            # The umask of `claim_path` has removed the right to enter it.
             Path(folder).chmod(_INNER_DIRECTORY_MODE)
-            inner = Path(folder, "s")
-            yield inner
-            self._inner = os.open(inner, os.O_PATH)
-            inner.unlink()
-        self._made[self._main] = self._main.lstat().st_ino
+            inner_path = Path(folder, "s")
+            yield inner_path
+            self._inner_descriptor = os.open(inner_path, os.O_PATH)
+            inner_path.unlink()
+        self._created_inodes[self._engines_path] = self._engines_path.lstat().st_ino
 
     @property
-    def lost(self) -> str:
+    def missing_files_reason(self) -> str:
         """Names the socket files that were removed, and the consequence; "" if all exist."""
-        made = self._made.items()
-        gone = [str(path) for path, inode in made if not is_own(path, inode)]
-        if not gone:
+        created = self._created_inodes.items()
+        missing = [str(path) for path, inode in created if not is_same_file(path, inode)]
+        if not missing:
             return ""
         return (
-            f"{', '.join(gone)}: removed; connected clients stay connected, and others cannot find "
+            f"{', '.join(missing)}: removed; connected clients stay connected, and others cannot "
+            "find "
             "this sidecar: restart it"
         )
 
@@ -225,9 +226,9 @@ class OperatorSocket:
         if self._link is not None:
             # Before the socket exists: an old link could lead to it.
             remove_if_dead(self._link)
-        with claimed(self.path, _OPERATORS_MODE):
-            self._server = await asyncio.start_unix_server(self._enter, self.path)
-            self._made[self.path] = self.path.lstat().st_ino
+        with claim_path(self.path, _OPERATORS_MODE):
+            self._server = await asyncio.start_unix_server(self._accept, self.path)
+            self._created_inodes[self.path] = self.path.lstat().st_ino
         if self._link is not None:
             try:
                 self._link.symlink_to(self.path.absolute())
@@ -235,26 +236,26 @@ class OperatorSocket:
                 raise SocketTakenError(
                     f"{self._link} cannot be created: {error.strerror}"
                 ) from error
-            self._made[self._link] = self._link.lstat().st_ino
+            self._created_inodes[self._link] = self._link.lstat().st_ino
 
     async def close(self) -> None:
         """Ends all connections and removes the socket files that still belong to this sidecar."""
         if self._server is not None:
             self._server.close()
             self._server = None
-        for path, inode in self._made.items():
-            remove_own(path, inode)
-        self._made.clear()
-        await tasks.end(self._connections)
-        if self._inner is not None:
-            os.close(self._inner)
-            self._inner = None
+        for path, inode in self._created_inodes.items():
+            remove_same_file(path, inode)
+        self._created_inodes.clear()
+        await tasks.cancel_tasks(self._connections)
+        if self._inner_descriptor is not None:
+            os.close(self._inner_descriptor)
+            self._inner_descriptor = None
 
-    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._connections) >= _CONNECTIONS:
-            _log.warning("operator_refused", detail=f"{_CONNECTIONS} operators are connected")
+        if len(self._connections) >= _CONNECTIONS_MAX:
+            _log.warning("operator_refused", detail=f"{_CONNECTIONS_MAX} operators are connected")
             writer.close()
             return
         self._connections.add(task)
@@ -271,21 +272,23 @@ class OperatorSocket:
         self, peer: Peer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         name = f"speculation-operator-{secrets.token_hex(16)}"
-        with socket.socket(socket.AF_UNIX) as link:
-            link.setblocking(False)  # noqa: FBT003  # the library's own
-            link.bind(f"\0{name}")
-            await asyncio.get_running_loop().sock_connect(link, f"/proc/self/fd/{self._inner}")
-            inner_reader, inner_writer = await asyncio.open_connection(sock=link)
+        with socket.socket(socket.AF_UNIX) as inner_socket:
+            inner_socket.setblocking(False)  # noqa: FBT003  # the library's own
+            inner_socket.bind(f"\0{name}")
+            await asyncio.get_running_loop().sock_connect(
+                inner_socket, f"/proc/self/fd/{self._inner_descriptor}"
+            )
+            inner_reader, inner_writer = await asyncio.open_connection(sock=inner_socket)
             self._peers[f"unix-abstract:{name}"] = peer
             try:
-                ways = {
+                pumps = {
                     asyncio.create_task(_pump(reader, inner_writer)),
                     asyncio.create_task(_pump(inner_reader, writer)),
                 }
                 try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    await tasks.end(ways)
+                    await tasks.cancel_tasks(pumps)
             finally:
                 # First this: the name can be used by another connection once it is free.
                 del self._peers[f"unix-abstract:{name}"]
@@ -294,14 +297,14 @@ class OperatorSocket:
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(ConnectionError):
-        while data := await reader.read(_CHUNK):
+        while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
             await writer.drain()
 
 
 def _peer_of(connection: socket.socket) -> Peer:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, gid = _PEER_CREDENTIALS.unpack(raw)
     command = ""
     with suppress(OSError):
         text = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()

@@ -6,8 +6,8 @@ from dataclasses import InitVar, asdict, dataclass
 import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.service.net.errors import Context, InvalidQuestionError
-from controller.service.net.limits import Turns
-from controller.service.rpc.overrides import held_to_proto
+from controller.service.net.limits import FairQueue
+from controller.service.rpc.overrides import held_override_to_proto
 from controller.service.rpc.store_messages import health_to_proto
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
@@ -34,7 +34,7 @@ from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     """Serves ListEngines, Explain, Overview and ListFleet.
 
-    turns: the queue of calls that read on the same server.
+    read_queue: the queue of calls that read on the same server.
     """
 
     registry: SessionRegistry
@@ -42,10 +42,10 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     readiness: Readiness
     status_cache: StatusCache
     fleet_view: InitVar[FleetView]
-    turns: Turns
+    read_queue: FairQueue
 
     def __post_init__(self, fleet_view: FleetView) -> None:
-        self._fleet_search = FleetSearch(fleet_view, self.turns)
+        self._fleet_search = FleetSearch(fleet_view, self.read_queue)
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
@@ -54,10 +54,10 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         """Returns a page of the sessions, ordered by engine id, and the sidecar's status."""
         sessions = {session.engine_id: session for session in self.registry}
         rows, token = await page_of(
-            self.turns,
+            self.read_queue,
             sessions,
             lambda engine_id: self._status(sessions[engine_id]),
-            _no_status,
+            _unavailable_status,
             request.page_size,
             request.page_token,
         )
@@ -83,21 +83,21 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 "(0: that of the last report)",
                 field_path="batch_size",
             )
-        explanation, answer = await self.turns.take(lambda: self._explained(request))
-        mine = {override.override_id for override in explanation.overrides}
+        explanation, answer = await self.read_queue.run(lambda: self._explain(request))
+        override_ids = {override.override_id for override in explanation.overrides}
         answer.overrides.extend(
-            held_to_proto(held)
-            for held in self.override_registry.held()
-            if held.override.override_id in mine
+            held_override_to_proto(active)
+            for active in self.override_registry.list_active()
+            if active.override.override_id in override_ids
         )
         answer.store.CopyFrom(health_to_proto(self.override_registry.health))
         answer.services.extend(self._health())
         return answer
 
-    def _explained(
+    def _explain(
         self, request: service_pb2.ExplainRequest
     ) -> tuple[Explanation, service_pb2.ExplainResponse]:
-        session = self.registry.by_engine(request.engine_id)
+        session = self.registry.find_by_engine(request.engine_id)
         explanation = explain(session.core, request.batch_size)
         return explanation, explanation_to_proto(explanation)
 
@@ -107,10 +107,10 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         """Returns a page of the engines, each in one line."""
         lines = {line.engine_id: line for line in await self.status_cache.lines()}
         rows, token = await page_of(
-            self.turns,
+            self.read_queue,
             lines,
             lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
-            _no_line,
+            _unavailable_line,
             request.page_size,
             request.page_token,
         )
@@ -124,13 +124,13 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         """Returns a page of the engines of all sidecars that share the store."""
         selection = await self._fleet_search.select(request.filter)
         # One more than the page, to know whether another page follows.
-        ahead = selection.after(request.page_token, ROWS_MAX + 1)
-        by_key = {engine.key: engine for engine in ahead}
+        engines = selection.engines_after(request.page_token, ROWS_MAX + 1)
+        by_key = {engine.key: engine for engine in engines}
         rows, token = await page_of(
-            self.turns,
+            self.read_queue,
             by_key,
             lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
-            _no_fleet_engine,
+            _unavailable_fleet_engine,
             request.page_size,
             request.page_token,
         )
@@ -147,35 +147,39 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         )
 
     def _health(self) -> list[service_pb2.ServiceHealth]:
-        return [message_of(service_pb2.ServiceHealth, it) for it in self.readiness.services()]
+        return [
+            message_of(service_pb2.ServiceHealth, health) for health in self.readiness.services()
+        ]
 
     def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
-        last, counters, core = session.last_report, session.counters, session.core
+        last_report, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
             engine=engine_to_proto(session.spec),
             plan=plan_to_proto(session.plan),
             profile_id=core.profile_id,
             reports=counters.reports,
             rejected_reports=counters.rejected.total(),
-            dropped_reports=counters.dropped,
-            last_report=None if last is None else report_to_proto(last),
+            dropped_reports=counters.dropped_reports,
+            last_report=None if last_report is None else report_to_proto(last_report),
             seconds_since_last_report=session.seconds_since_last_report,
-            costs="profile" if core.profile_id else core.cost.prior,
-            no_profile="" if core.profile_id else self.readiness.why_no_profile(session.spec),
-            steering=session.listeners > 0,
-            unsteered_steps=counters.unsteered,
+            costs="profile" if core.profile_id else core.cost_model.prior,
+            no_profile=""
+            if core.profile_id
+            else self.readiness.missing_profile_reason(session.spec),
+            steering=session.open_streams > 0,
+            unsteered_steps=counters.unsteered_steps,
             warnings=map(warning_to_proto, core.checks.warnings()),
         )
 
 
-def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
+def _unavailable_status(engine_id: str, reason: str) -> service_pb2.EngineStatus:
     engine = engine_pb2.EngineSpec(engine_id=engine_id)
-    return service_pb2.EngineStatus(engine=engine, unavailable=why)
+    return service_pb2.EngineStatus(engine=engine, unavailable=reason)
 
 
-def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
-    return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
+def _unavailable_line(engine_id: str, reason: str) -> service_pb2.EngineOverview:
+    return service_pb2.EngineOverview(engine_id=engine_id, unavailable=reason)
 
 
-def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:
-    return service_pb2.FleetEngine(engine_id=key.partition(" ")[0], unavailable=why)
+def _unavailable_fleet_engine(key: str, reason: str) -> service_pb2.FleetEngine:
+    return service_pb2.FleetEngine(engine_id=key.partition(" ")[0], unavailable=reason)

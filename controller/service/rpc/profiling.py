@@ -8,13 +8,13 @@ import grpc.aio
 import structlog
 
 from controller.core.cost.profile import Profile
-from controller.core.errors import within
+from controller.core.errors import error_field_prefix
 from controller.service.net import callers
 from controller.service.net.errors import Context, InvalidMeasurementError, NoMatchingEngineError
-from controller.service.net.limits import Turns
+from controller.service.net.limits import FairQueue
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds
-from controller.service.rpc.streams import beside, read
+from controller.service.rpc.streams import read_message, run_alongside
 from controller.service.sessions.measurements import ForcedMeasurement
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
@@ -23,7 +23,7 @@ from controller.service.state.fleet_profiles import FleetProfiles, ProfileSummar
 from controller.service.state.profile_registry import (
     ProfileRegistry,
     mismatch,
-    require_past,
+    require_not_in_future,
 )
 from controller.service.views.paging import page_of
 from controller.util import tasks
@@ -34,7 +34,7 @@ from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 # The length of a time in ISO 8601.
-_MOMENT_CHARACTERS = 40
+_TIMESTAMP_CHARACTERS = 40
 
 _log = structlog.get_logger(__name__)
 
@@ -43,7 +43,7 @@ _log = structlog.get_logger(__name__)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Serves measurements, and installs and shares profiles.
 
-    turns: the queue of calls that read or upload profiles, or read lists, on the same server.
+    read_queue: the queue of calls that read or upload profiles, or read lists, on the same server.
     """
 
     registry: SessionRegistry
@@ -51,7 +51,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     fleet: FleetProfiles
     audit: AuditLog
     request_ids: RequestIds
-    turns: Turns
+    read_queue: FairQueue
     _installing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
@@ -60,17 +60,17 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
     ) -> None:
         """Forces the arms that the client requests, and forwards the engine's reports."""
-        first = await streams.first(context)
-        if first is None:
+        first_request = await streams.read_first_message(context)
+        if first_request is None:
             return
-        callers.require_engine(first.engine_id)
-        session = self.registry.by_engine(first.engine_id)
-        with session.measuring() as measurement:
-            caller = callers.calling()
+        callers.require_engine(first_request.engine_id)
+        session = self.registry.find_by_engine(first_request.engine_id)
+        with session.reserve_for_measurement() as measurement:
+            caller = callers.current_caller()
             _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
             self.audit.record("measure", session.engine_id, caller, "it began")
             try:
-                await _MeasureStream(session, measurement, context).run(first)
+                await _MeasureStream(session, measurement, context).run(first_request)
             finally:
                 _log.info("measurement_ended", engine=session.engine_id)
 
@@ -78,13 +78,13 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self, request: service_pb2.InstallProfileRequest, context: Context
     ) -> service_pb2.InstallProfileResponse:
         """Saves the profile, and uses it for every engine with its fingerprint."""
-        return await self.request_ids.once(request, lambda: self._install(request))
+        return await self.request_ids.run_once(request, lambda: self._install(request))
 
     async def _install(
         self, request: service_pb2.InstallProfileRequest
     ) -> service_pb2.InstallProfileResponse:
-        profile = await self._profile_of(request.profile_json)
-        self._require_engine(profile)
+        profile = await self._read_profile(request.profile_json)
+        self._require_matching_engine(profile)
         async with self._installing:
             path = await asyncio.to_thread(self.profiles.save, profile)
             self.profiles.add(profile)
@@ -102,7 +102,10 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             path=str(path) if path else None,
         )
         self.audit.record(
-            "install_profile", profile.profile_id, callers.calling(), f"for {', '.join(engines)}"
+            "install_profile",
+            profile.profile_id,
+            callers.current_caller(),
+            f"for {', '.join(engines)}",
         )
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
 
@@ -110,33 +113,36 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self, request: service_pb2.PushProfileRequest, context: Context
     ) -> service_pb2.PushProfileResponse:
         """Stores a profile for new pods, and for engines here that have none."""
-        return await self.request_ids.once(request, lambda: self._push(request))
+        return await self.request_ids.run_once(request, lambda: self._push(request))
 
     async def _push(
         self, request: service_pb2.PushProfileRequest
     ) -> service_pb2.PushProfileResponse:
-        profile = await self._profile_of(request.profile_json)
+        profile = await self._read_profile(request.profile_json)
         identity = await self.fleet.push(profile)
         self.audit.record(
-            "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
+            "push_profile",
+            profile.profile_id,
+            callers.current_caller(),
+            f"under identity {identity}",
         )
         return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
 
-    async def _profile_of(self, text: str) -> Profile:
+    async def _read_profile(self, text: str) -> Profile:
         """Reads a profile in a thread, one at a time.  Raises InvalidProfileError."""
-        async with self.turns.turn():
-            return await tasks.finish(asyncio.to_thread(_profile_of, text))
+        async with self.read_queue.turn():
+            return await tasks.run_to_completion(asyncio.to_thread(_parse_profile, text))
 
     async def ListProfiles(
         self, request: service_pb2.ListProfilesRequest, context: Context
     ) -> service_pb2.ListProfilesResponse:
         """Returns a page of the identities, the one with the newest measurement first."""
-        found = {_place(summary): summary for summary in await self.fleet.listed()}
-        engine_ids = await self.turns.take_pieces(self._engine_ids(found.values()))
+        summaries = {_sort_key(summary): summary for summary in await self.fleet.list_summaries()}
+        engine_ids = await self.read_queue.run_sliced(self._engine_ids(summaries.values()))
         rows, token = await page_of(
-            self.turns,
-            found,
-            lambda place: _row_of(found[place], engine_ids[found[place].identity]),
+            self.read_queue,
+            summaries,
+            lambda place: _profile_row(summaries[place], engine_ids[summaries[place].identity]),
             None,
             request.page_size,
             request.page_token,
@@ -148,50 +154,50 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self, summaries: Iterable[ProfileSummary]
     ) -> Generator[None, None, dict[str, list[str]]]:
         """Returns the ids of this sidecar's engines that profiles match, by identity."""
-        of_target: dict[str, list[EngineSession]] = {}
+        sessions_by_model: dict[str, list[EngineSession]] = {}
         for session in self.registry:
-            of_target.setdefault(session.spec.fingerprint.target_model, []).append(session)
+            sessions_by_model.setdefault(session.spec.fingerprint.target_model, []).append(session)
             yield
-        found = {}
+        engine_ids = {}
         for summary in summaries:
-            ids = found[summary.identity] = list[str]()
-            for session in of_target.get(summary.fingerprint.target_model, ()):
+            ids = engine_ids[summary.identity] = list[str]()
+            for session in sessions_by_model.get(summary.fingerprint.target_model, ()):
                 if mismatch(summary, session.spec) is None:
                     ids.append(session.engine_id)
                 yield
-        return found
+        return engine_ids
 
     async def GetProfile(
         self, request: service_pb2.GetProfileRequest, context: Context
     ) -> service_pb2.GetProfileResponse:
         """Returns a profile by its id, or the one that matches an engine of this sidecar."""
         if request.engine_id:
-            spec = self.registry.by_engine(request.engine_id).spec
-            text = await self.fleet.for_engine(spec)
+            spec = self.registry.find_by_engine(request.engine_id).spec
+            text = await self.fleet.text_for_engine(spec)
         else:
-            text = await self.fleet.by_id(request.profile_id)
+            text = await self.fleet.text_by_id(request.profile_id)
         return service_pb2.GetProfileResponse(profile_json=text)
 
-    def _require_engine(self, profile: Profile) -> None:
-        found = [(session, mismatch(profile, session.spec)) for session in self.registry]
-        if not found:
+    def _require_matching_engine(self, profile: Profile) -> None:
+        mismatches = [(session, mismatch(profile, session.spec)) for session in self.registry]
+        if not mismatches:
             raise NoMatchingEngineError(
                 "the profile matches no engine: none has introduced itself yet",
                 resource=profile.profile_id,
             )
-        if all(error is not None for _, error in found):
+        if all(error is not None for _, error in mismatches):
             raise NoMatchingEngineError(
-                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3]),
+                "; ".join(f"{session.engine_id}: {error}" for session, error in mismatches[:3]),
                 resource=profile.profile_id,
             )
 
 
-def _place(summary: ProfileSummary) -> str:
+def _sort_key(summary: ProfileSummary) -> str:
     """Returns the sort key of the list."""
-    return f"{summary.measured_at[:_MOMENT_CHARACTERS]} {summary.identity}"
+    return f"{summary.measured_at[:_TIMESTAMP_CHARACTERS]} {summary.identity}"
 
 
-def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.ShelvedProfile:
+def _profile_row(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.ShelvedProfile:
     return message_of(
         service_pb2.ShelvedProfile,
         summary,
@@ -201,14 +207,14 @@ def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.S
     )
 
 
-def _profile_of(text: str) -> Profile:
+def _parse_profile(text: str) -> Profile:
     """Reads and checks a profile.  It takes milliseconds and must run in a thread.
 
     Raises InvalidProfileError.
     """
-    with within("profile_json"):
+    with error_field_prefix("profile_json"):
         profile = Profile.from_json(text)
-        require_past(profile)
+        require_not_in_future(profile)
     assert profile.profile_id  # kept by the profile
     return profile
 
@@ -220,38 +226,38 @@ class _MeasureStream:
     session: EngineSession
     measurement: ForcedMeasurement
     context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse]
-    _bell: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _wake_event: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    async def run(self, first: service_pb2.MeasureRequest) -> None:
+    async def run(self, first_request: service_pb2.MeasureRequest) -> None:
         """Serves the stream until the client has sent its last message.
 
         Raises InvalidMeasurementError, SlowClientError, and the error that ended the session.
         """
-        told_epoch = 0
-        self._force(first)
-        with self.session.listening(self._bell):
-            async with beside(self._read(), self._bell) as reader:
+        sent_epoch = 0
+        self._force(first_request)
+        with self.session.register_stream(self._wake_event):
+            async with run_alongside(self._read(), self._wake_event) as reader:
                 while True:
                     done = reader.done()
-                    if self.session.ended is not None:
-                        raise self.session.ended
-                    reports = self.measurement.take()
-                    if reports or self.measurement.forced_epoch != told_epoch:
-                        told_epoch = self.measurement.forced_epoch
+                    if self.session.end_error is not None:
+                        raise self.session.end_error
+                    reports = self.measurement.take_reports()
+                    if reports or self.measurement.forced_epoch != sent_epoch:
+                        sent_epoch = self.measurement.forced_epoch
                         await self.context.write(
                             service_pb2.MeasureResponse(
-                                forced_epoch=told_epoch,
+                                forced_epoch=sent_epoch,
                                 reports=map(report_to_proto, reports),
                             )
                         )
                     if done:
                         reader.result()
                         return
-                    await self._bell.wait()
-                    self._bell.clear()
+                    await self._wake_event.wait()
+                    self._wake_event.clear()
 
     async def _read(self) -> None:
-        while (request := await read(self.context)) is not None:
+        while (request := await read_message(self.context)) is not None:
             if request.engine_id not in {"", self.session.engine_id}:
                 raise InvalidMeasurementError(
                     f"this stream measures engine {self.session.engine_id!r}; "
@@ -259,7 +265,7 @@ class _MeasureStream:
                     field_path="engine_id",
                 )
             self._force(request)
-            self._bell.set()
+            self._wake_event.set()
 
     def _force(self, request: service_pb2.MeasureRequest) -> None:
-        self.session.force(self.measurement, arm_from_proto(request))
+        self.session.force_arm(self.measurement, arm_from_proto(request))

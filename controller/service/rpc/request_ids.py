@@ -14,13 +14,13 @@ from typing import Any, Final, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from controller.service.net.callers import calling
+from controller.service.net.callers import current_caller
 from controller.service.net.errors import InvalidQuestionError, RequestIdReusedError
 from controller.util import tasks
 
 KEPT_SECONDS: Final = 600.0
-KEPT_ANSWERS: Final = 1000
-KEPT_BYTES: Final = 8 * 1024 * 1024
+KEPT_ANSWERS_MAX: Final = 1000
+KEPT_BYTES_MAX: Final = 8 * 1024 * 1024
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -35,17 +35,17 @@ class _Request(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _RememberedRequest:
     """Holds a remembered request.
 
-    digest: of its content.  until: its expiry in monotonic seconds.  bytes: size of its answer,
-    once there is one.
+    digest: of its content.  expires_at: its expiry in monotonic seconds.  answer_bytes: size of its
+    answer, once there is one.
     """
 
     digest: bytes
     task: "asyncio.Task[Any]"
-    until: float
-    bytes: int = 0
+    expires_at: float
+    answer_bytes: int = 0
 
 
 class RequestIds:
@@ -53,9 +53,9 @@ class RequestIds:
 
     def __init__(self) -> None:
         # The oldest first.
-        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._entries: dict[tuple[str, str], _RememberedRequest] = {}
 
-    async def once(
+    async def run_once(
         self, request: _Request, work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         """Returns the result of `work`, or the answer to an earlier request with the same id.
@@ -68,16 +68,16 @@ class RequestIds:
         if not request.request_id:
             return await work()
         require_uuid(request.request_id)
-        self._forget()
+        self._evict_answers()
         # Not the caller's name, which differs between processes on the operators' socket.
-        key = (calling().account, request.request_id)
+        key = (current_caller().account, request.request_id)
         digest = _digest(request)
         entry = self._entries.get(key)
         if entry is None:
             task = asyncio.create_task(work())
-            entry = _Entry(digest, task, time.monotonic() + KEPT_SECONDS)
+            entry = _RememberedRequest(digest, task, time.monotonic() + KEPT_SECONDS)
             self._entries[key] = entry
-            task.add_done_callback(lambda done: self._ended(key, done))
+            task.add_done_callback(lambda done: self._on_done(key, done))
         elif entry.digest != digest:
             raise RequestIdReusedError(
                 f"the request id {request.request_id} belongs to another request: every request "
@@ -89,37 +89,37 @@ class RequestIds:
 
     async def close(self) -> None:
         """Cancels all work under way."""
-        await tasks.end(entry.task for entry in self._entries.values())
+        await tasks.cancel_tasks(entry.task for entry in self._entries.values())
 
-    def _ended(self, key: tuple[str, str], task: "asyncio.Task[Any]") -> None:
+    def _on_done(self, key: tuple[str, str], task: "asyncio.Task[Any]") -> None:
         if task.cancelled() or task.exception() is not None:
             self._entries.pop(key, None)
             return
         entry = self._entries.get(key)
         if entry is not None:
-            entry.bytes = task.result().ByteSize()
-            self._forget()
+            entry.answer_bytes = task.result().ByteSize()
+            self._evict_answers()
 
-    def _forget(self) -> None:
+    def _evict_answers(self) -> None:
         """Removes the oldest answers until the others are within the bounds."""
         now = time.monotonic()
-        kept = sum(entry.bytes for entry in self._entries.values())
+        kept_bytes = sum(entry.answer_bytes for entry in self._entries.values())
         for key, entry in list(self._entries.items()):
-            fits = len(self._entries) <= KEPT_ANSWERS and kept <= KEPT_BYTES
-            if fits and now < entry.until:
+            fits = len(self._entries) <= KEPT_ANSWERS_MAX and kept_bytes <= KEPT_BYTES_MAX
+            if fits and now < entry.expires_at:
                 return
             if entry.task.done():
                 del self._entries[key]
-                kept -= entry.bytes
+                kept_bytes -= entry.answer_bytes
 
 
 def require_uuid(request_id: str) -> None:
     """Raises InvalidQuestionError for an id that is not a UUID in its standard form."""
     try:
-        good = str(uuid.UUID(request_id)) == request_id.lower()
+        is_valid = str(uuid.UUID(request_id)) == request_id.lower()
     except ValueError:
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise InvalidQuestionError(
             f"request_id {request_id[:40]!r} is not a UUID: every request needs a new one",
             field_path="request_id",

@@ -12,7 +12,7 @@ from controller.store.interface import AuditRecord, Health
 from controller.wire.field_mapping import message_of
 from speculation.v1 import policy_pb2
 
-_DEFAULT, _MAX = 100, 1000
+_LIMIT_DEFAULT, _LIMIT_MAX = 100, 1000
 # Bytes of a page.  Answers that slow clients have not read stay in memory, each of them twice.
 BYTES_MAX = 512 * 1024
 # Records between two yields to the event loop.
@@ -32,9 +32,9 @@ def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
     message = message_of(
         policy_pb2.AuditRecord, record, override_id=record.subject, before=None, after=None
     )
-    for body, part in ((record.before, message.before), (record.after, message.after)):
+    for body, override_message in ((record.before, message.before), (record.after, message.after)):
         if body and (data := _override_bytes(body)):
-            part.ParseFromString(data)
+            override_message.ParseFromString(data)
     return message
 
 
@@ -53,17 +53,17 @@ def _override_bytes(body: str) -> bytes:
     return message.SerializeToString()
 
 
-def limit_of(request: policy_pb2.QueryAuditRequest) -> int:
+def page_limit(request: policy_pb2.QueryAuditRequest) -> int:
     """Returns the limit of records in a page.  Raises InvalidQuestionError."""
-    limit = request.limit or _DEFAULT
-    if limit > _MAX:
+    limit = request.limit or _LIMIT_DEFAULT
+    if limit > _LIMIT_MAX:
         raise InvalidQuestionError(
-            f"limit {limit} is above {_MAX}: request several pages", field_path="limit"
+            f"limit {limit} is above {_LIMIT_MAX}: request several pages", field_path="limit"
         )
     return limit
 
 
-def position_of(request: policy_pb2.QueryAuditRequest) -> str:
+def page_position(request: policy_pb2.QueryAuditRequest) -> str:
     """Returns the sequence number before which the page begins; empty for the newest page.
 
     Raises InvalidQuestionError.
@@ -82,17 +82,17 @@ def position_of(request: policy_pb2.QueryAuditRequest) -> str:
     return token or before
 
 
-async def page_of(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
+async def audit_page(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
     """Fills a page with the first records, up to the limit and the page's bytes.
 
     It yields to the event loop between slices.
     """
     response = policy_pb2.QueryAuditResponse()
-    left = BYTES_MAX
+    bytes_left = BYTES_MAX
     for number, record in enumerate(records[:limit]):
         row = audit_to_proto(record)
-        left -= row.ByteSize()
-        if left < 0 and number:
+        bytes_left -= row.ByteSize()
+        if bytes_left < 0 and number:
             break
         response.records.append(row)
         if number % _SLICE == _SLICE - 1:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import grpc.aio
 import structlog
 
-from controller.core.errors import within
+from controller.core.errors import error_field_prefix
 from controller.core.training.selective_training import SelectiveTraining, TrainingResult
 from controller.service.net import callers
 from controller.service.net.callers import Right
@@ -16,12 +16,12 @@ from controller.service.net.errors import (
     TrainerAttachedError,
 )
 from controller.service.rpc import streams
-from controller.service.rpc.streams import read
+from controller.service.rpc.streams import read_message
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.training_state import TrainingStateFiles
-from controller.wire.reports import result_from_proto
+from controller.wire.reports import training_result_from_proto
 from speculation.v1 import training_pb2, training_pb2_grpc
 
 _Context: TypeAlias = grpc.aio.ServicerContext[
@@ -44,21 +44,21 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         context: _Context,
     ) -> None:
         """Serves one trainer until either side ends the call."""
-        first = await streams.first(context)
-        if first is None:
+        first_request = await streams.read_first_message(context)
+        if first_request is None:
             return
-        session = self._registry.by_engine(first.engine_id)
+        session = self._registry.find_by_engine(first_request.engine_id)
         callers.require_engine(session.engine_id)
-        _require_own(session, first.engine_secret)
-        training = _free(session)
-        training.attended = True
-        session.ring()
+        _require_own_trainer(session, first_request.engine_secret)
+        training = _unattended_training(session)
+        training.is_trainer_connected = True
+        session.wake_streams()
         _log.info("trainer_came", engine=session.engine_id, peer=context.peer())
         try:
-            await self._serve(session, training, first, context)
+            await self._serve(session, training, first_request, context)
         finally:
-            training.attended = False
-            session.ring()
+            training.is_trainer_connected = False
+            session.wake_streams()
             _log.info("trainer_left", engine=session.engine_id)
 
     async def _serve(
@@ -69,15 +69,15 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         context: _Context,
     ) -> None:
         while request is not None:
-            if session.ended is not None:
-                raise session.ended
+            if session.end_error is not None:
+                raise session.end_error
             if request.HasField("ended"):
-                with within("ended"):
-                    _end_round(session, training, result_from_proto(request.ended))
-            order = training.keep(request.stored_signals)
-            session.ring()
+                with error_field_prefix("ended"):
+                    _end_round(session, training, training_result_from_proto(request.ended))
+            order = training.record_stored_signals(request.stored_signals)
+            session.wake_streams()
             # On disk before the trainer gets the order.
-            await self._files.keep(session)
+            await self._files.save_if_changed(session)
             await context.write(
                 training_pb2.AttendResponse(
                     train_round=order,
@@ -86,12 +86,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
                     parent_version=training.state.parent,
                 )
             )
-            request = await read(context)
+            request = await read_message(context)
 
 
 def _end_round(session: EngineSession, training: SelectiveTraining, result: TrainingResult) -> None:
-    training.trained(result)
-    session.counters.rounds[training.state.history[-1].outcome] += 1
+    training.finish_round(result)
+    session.counters.training_rounds[training.state.history[-1].outcome] += 1
     _log.info(
         "training_round",
         engine=session.engine_id,
@@ -105,11 +105,11 @@ def _end_round(session: EngineSession, training: SelectiveTraining, result: Trai
     )
 
 
-def _require_own(session: EngineSession, secret: str) -> None:
+def _require_own_trainer(session: EngineSession, secret: str) -> None:
     """Raises ForbiddenError if the caller is neither the engine's own trainer nor an operator."""
-    caller = callers.calling()
+    caller = callers.current_caller()
     if Right.MEASURE in caller.rights or session.identity.is_same(
-        EngineIdentity.of(caller, secret)
+        EngineIdentity.from_caller(caller, secret)
     ):
         return
     raise ForbiddenError(
@@ -119,7 +119,7 @@ def _require_own(session: EngineSession, secret: str) -> None:
     )
 
 
-def _free(session: EngineSession) -> SelectiveTraining:
+def _unattended_training(session: EngineSession) -> SelectiveTraining:
     training = session.core.updates.training
     if training is None:
         raise CannotTrainError(
@@ -127,7 +127,7 @@ def _free(session: EngineSession) -> SelectiveTraining:
             "of its drafter: start it with SPECULATION_SIGNALS_FOLDER",
             resource=session.engine_id,
         )
-    if training.attended:
+    if training.is_trainer_connected:
         raise TrainerAttachedError(
             f"another trainer is attached to engine {session.engine_id!r}",
             resource=session.engine_id,

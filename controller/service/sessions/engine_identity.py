@@ -18,16 +18,16 @@ _MAX_SECRET_CHARACTERS = 128
 class EngineIdentity:
     """Identifies an engine.
 
-    identity: key of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
+    access_key: key of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
     where the introduction came from, for the audit.
     """
 
-    identity: str = ""
+    access_key: str = ""
     digest: bytes = b""
     origin: str = ""
 
     @classmethod
-    def of(cls, caller: Caller, secret: str) -> "EngineIdentity":
+    def from_caller(cls, caller: Caller, secret: str) -> "EngineIdentity":
         """Makes the identity of a caller.  Raises InvalidEngineError if the secret is too long."""
         if len(secret) > _MAX_SECRET_CHARACTERS:
             raise InvalidEngineError(
@@ -35,13 +35,13 @@ class EngineIdentity:
                 field_path="engine_secret",
             )
         digest = hashlib.sha256(secret.encode()).digest() if secret else b""
-        return cls(caller.identity, digest, caller.origin)
+        return cls(caller.access_key, digest, caller.origin)
 
     def is_same(self, other: "EngineIdentity") -> bool:
         """Returns whether both are the same engine."""
         if self.has_same_secret(other):
             return True
-        return bool(self.identity) and self.identity == other.identity
+        return bool(self.access_key) and self.access_key == other.access_key
 
     def has_same_secret(self, other: "EngineIdentity") -> bool:
         """Returns whether both are the same process, or processes that share a secret."""
@@ -49,4 +49,4 @@ class EngineIdentity:
 
 
 # The identity of an engine that has neither a secret nor an access entry.
-NOBODY = EngineIdentity()
+ANONYMOUS = EngineIdentity()

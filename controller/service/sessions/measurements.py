@@ -10,7 +10,7 @@ from controller.core.step_report import StepReport
 from controller.service.net.errors import SlowClientError
 
 # Reports that may wait for the client: half a minute of a fast engine.
-_MEASURED_MAX = 10_000
+_WAITING_REPORTS_MAX = 10_000
 
 
 class ForcedMeasurement:
@@ -19,33 +19,34 @@ class ForcedMeasurement:
     def __init__(self) -> None:
         self.forced_epoch = 0
         self.arm: Arm | None = None
-        self.failed: SpeculationError | None = None
+        self.error: SpeculationError | None = None
         self.reports: deque[StepReport] = deque()
-        self.overflowed = False
+        self.has_overflowed = False
 
-    def take(self) -> list[StepReport]:
+    def take_reports(self) -> list[StepReport]:
         """Returns the reports since the last call.
 
         Raises SlowClientError if reports had to be dropped, and InvalidMeasurementError if the
         engine has lost the arm that is measured.
         """
-        if self.failed is not None:
-            raise self.failed
-        if self.overflowed:
+        if self.error is not None:
+            raise self.error
+        if self.has_overflowed:
             raise SlowClientError(
-                f"more than {_MEASURED_MAX} reports wait for this client, and a measurement with "
+                f"more than {_WAITING_REPORTS_MAX} reports wait for this client, and a measurement "
+                "with "
                 "gaps cannot be used: start again and read faster"
             )
-        taken = list(self.reports)
+        reports = list(self.reports)
         self.reports.clear()
-        return taken
+        return reports
 
-    def put(self, report: StepReport) -> None:
+    def add_report(self, report: StepReport) -> None:
         """Keeps one report for the client, up to a bound."""
-        if len(self.reports) < _MEASURED_MAX:
+        if len(self.reports) < _WAITING_REPORTS_MAX:
             self.reports.append(report)
         else:
-            self.overflowed = True
+            self.has_overflowed = True
 
 
 class UnaryProbes:
@@ -57,22 +58,22 @@ class UnaryProbes:
 
     def __init__(self) -> None:
         self._probe_id = 0
-        self._left = 0
-        self._answered: Probe | None = None
+        self._steps_left = 0
+        self._answered_probe: Probe | None = None
 
-    def identify(self, report: StepReport) -> StepReport:
+    def add_probe_id(self, report: StepReport) -> StepReport:
         """Returns the report, with the probe's id if it ran the probe of the last answer."""
-        probe, self._answered = self._answered, None
+        probe, self._answered_probe = self._answered_probe, None
         if probe is None or report.probe_id or report.arm != probe.arm:
             return report
         return replace(report, probe_id=probe.probe_id)
 
-    def take(self, probe: Probe) -> bool:
+    def take_step(self, probe: Probe) -> bool:
         """Uses up one step of a probe; returns False if none is left."""
         if probe.probe_id != self._probe_id:
-            self._probe_id, self._left = probe.probe_id, probe.steps
-        if self._left == 0:
+            self._probe_id, self._steps_left = probe.probe_id, probe.steps
+        if self._steps_left == 0:
             return False
-        self._left -= 1
-        self._answered = probe
+        self._steps_left -= 1
+        self._answered_probe = probe
         return True

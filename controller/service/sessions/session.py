@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from controller.core.acceptance.warm_start import Belief
+from controller.core.acceptance.warm_start import AcceptanceSnapshot
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
@@ -31,26 +31,26 @@ from controller.service.net.errors import (
     InvalidMeasurementError,
     MeasurementConflictError,
     UnknownDrafterError,
-    message_of,
-    status_of,
+    error_text,
+    status_code_of,
 )
-from controller.service.net.limits import Bucket
+from controller.service.net.limits import TokenBucket
 from controller.service.sessions.counters import (
     COUNT_MAX,
     History,
     LastMinute,
-    Received,
+    ReceivedCounts,
     StepCounters,
 )
-from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
+from controller.service.sessions.engine_identity import ANONYMOUS, EngineIdentity
 from controller.service.sessions.measurements import ForcedMeasurement, UnaryProbes
-from controller.service.sessions.session_logs import LENGTH, PlanLogEntry, WarningLog
+from controller.service.sessions.session_logs import PLAN_LOG_LENGTH, PlanLogEntry, WarningLog
 from speculation.v1 import engine_pb2, record_pb2
 
 # Refusals that a session may cause before it uses the limit that it shares with its source (the
 # unit is a refused report, see `steering`): enough for an engine with a few wrong reports.
-_REFUSALS_AT_ONCE = 64
-_REFUSALS_A_SECOND = 2
+_REFUSALS_BURST = 64
+_REFUSALS_PER_SECOND = 2
 
 _log = structlog.get_logger(__name__)
 
@@ -64,19 +64,23 @@ def session_tag(session_id: str) -> int:
 class SessionObserver:
     """Receives the events of sessions; by default it ignores them."""
 
-    def opened(self, session: "EngineSession", before: "EngineSession | None") -> None:
-        """Runs when a session opens.  before: the earlier session of the same engine id."""
+    def on_session_opened(
+        self, session: "EngineSession", previous_session: "EngineSession | None"
+    ) -> None:
+        """Runs when a session opens.  previous_session: the earlier one of the same engine id."""
 
-    def planning(self) -> None:
+    def before_planning(self) -> None:
         """Runs before a plan is made, so that expired overrides can be ended first."""
 
-    def decided(self, session: "EngineSession", before: Plan, began: int) -> None:
+    def on_plan_changed(
+        self, session: "EngineSession", previous_plan: Plan, began_unix_ns: int
+    ) -> None:
         """Runs after a plan that changes what the engine does.
 
-        before: the previous plan.  began: when the decision began, Unix nanoseconds.
+        previous_plan: the previous plan.  began_unix_ns: when the decision began, Unix nanoseconds.
         """
 
-    def ended(self, session: "EngineSession") -> None:
+    def on_session_ended(self, session: "EngineSession") -> None:
         """Runs when a session has ended."""
 
 
@@ -88,13 +92,13 @@ class EngineSession:
         session_id: str,
         core: EngineController,
         clock: Clock,
-        identity: EngineIdentity = NOBODY,
+        identity: EngineIdentity = ANONYMOUS,
         observer: SessionObserver | None = None,
     ) -> None:
         self.session_id = session_id
         self.tag = session_tag(session_id)
         # Drafters of the engine whose kind this version does not know.
-        self.left_out: frozenset[str] = frozenset()
+        self.unknown_drafters: frozenset[str] = frozenset()
         self.identity = identity
         self._observer = observer or SessionObserver()
         self.core = core
@@ -102,35 +106,35 @@ class EngineSession:
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
         self.last_minute = LastMinute(self.counters, core.prediction_audit)
         # The latest changes of the choice for its batch size, the newest last.
-        self.plan_log: deque[PlanLogEntry] = deque(maxlen=LENGTH)
+        self.plan_log: deque[PlanLogEntry] = deque(maxlen=PLAN_LOG_LENGTH)
         self.plan = core.current_plan()
         self.last_report: StepReport | None = None
         self.last_report_at = 0.0
         self.last_contact_at = clock.now()
         # Whether a stream was opened or a report arrived.
-        self.used = False
+        self.was_used = False
         # Why the session has ended, None while it is open.
-        self.ended: SpeculationError | None = None
+        self.end_error: SpeculationError | None = None
         self.measurement: ForcedMeasurement | None = None
         # The sidecar is shutting down: the last plan is still sent after the session's end.
-        self.parting = False
+        self.is_shutting_down = False
         # The Steer stream that serves the session, while one is open; a newer one replaces it.
         self.stream: object | None = None
         # What has arrived on that stream.
-        self.received = Received()
-        self.unary = UnaryProbes()
-        self.refusals = Bucket(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self.received = ReceivedCounts()
+        self.unary_probes = UnaryProbes()
+        self.refusal_bucket = TokenBucket(_REFUSALS_PER_SECOND, _REFUSALS_BURST)
         self._clock = clock
-        self._plan_at = clock.now()
+        self._planned_at = clock.now()
         # Identifies its decisions in logs and traces; the session id is a secret of the engine.
-        self._label = secrets.token_hex(4)
-        self._bells: set[asyncio.Event] = set()
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._log_label = secrets.token_hex(4)
+        self._stream_events: set[asyncio.Event] = set()
+        self._streams_closed = asyncio.Event()
+        self._streams_closed.set()
         self._drafters = frozenset(drafter.name for drafter in core.spec.drafters)
         self.counters.plans[self.plan.reason] += 1
         self.warning_log = WarningLog()
-        self._say_lost(core.spec.lost)
+        self._log_lost(core.spec.lost)
 
     @property
     def spec(self) -> EngineSpec:
@@ -143,29 +147,29 @@ class EngineSession:
         return self.core.spec.engine_id
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Returns whether the session has ended; it then takes no more reports."""
-        return self.ended is not None
+        return self.end_error is not None
 
     @property
-    def listeners(self) -> int:
+    def open_streams(self) -> int:
         """Returns the number of streams that wait for this session."""
-        return len(self._bells)
+        return len(self._stream_events)
 
     @property
     def decision_id(self) -> str:
         """Identifies the newest plan in logs and traces; its epoch follows the dash."""
-        return f"{self._label}-{self.plan.epoch}"
+        return f"{self._log_label}-{self.plan.epoch}"
 
     @property
     def plan_age_seconds(self) -> float:
         """Returns the seconds since the newest plan was made."""
-        return self._clock.now() - self._plan_at
+        return self._clock.now() - self._planned_at
 
     @property
     def seconds_since_contact(self) -> float:
         """Returns the seconds since the engine's last message; 0 while a stream is open."""
-        return 0.0 if self._bells else self._clock.now() - self.last_contact_at
+        return 0.0 if self._stream_events else self._clock.now() - self.last_contact_at
 
     @property
     def seconds_since_steered(self) -> float:
@@ -179,26 +183,28 @@ class EngineSession:
         """Returns the seconds since the last accepted report; 0 before the first."""
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
 
-    def remember(self, now: float) -> None:
+    def add_history_point(self, now: float) -> None:
         """Adds a point to the history and logs new warnings, once a second.  now: Unix seconds."""
-        self.history.add(now, self.plan, self.last_report, self.counters)
-        self.last_minute.keep()
-        self.warning_log.tell(self.engine_id, self.core.checks.warnings(), self._clock.now())
+        self.history.add_point(now, self.plan, self.last_report, self.counters)
+        self.last_minute.sample()
+        self.warning_log.log_changes(self.engine_id, self.core.checks.warnings(), self._clock.now())
 
-    def continue_checks(self, before: "EngineSession") -> None:
+    def continue_checks(self, previous_session: "EngineSession") -> None:
         """Continues the checks and warnings of the engine's previous session."""
-        self.core.checks.continue_from(before.core.checks)
-        self.warning_log = before.warning_log
+        self.core.checks.continue_from(previous_session.core.checks)
+        self.warning_log = previous_session.warning_log
 
-    def contact(self, dropped_reports: int = 0) -> None:
+    def record_contact(self, dropped_reports: int = 0) -> None:
         """Records a contact.  dropped_reports: reports that the engine's side has dropped."""
         self.last_contact_at = self._clock.now()
         if dropped_reports:
-            self.counters.dropped = min(self.counters.dropped + dropped_reports, COUNT_MAX)
+            self.counters.dropped_reports = min(
+                self.counters.dropped_reports + dropped_reports, COUNT_MAX
+            )
             _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
-            self.note(record_pb2.RECORD_NOTE_KIND_DROPPED, dropped_reports)
+            self.add_recording_note(record_pb2.RECORD_NOTE_KIND_DROPPED, dropped_reports)
 
-    def note(
+    def add_recording_note(
         self, kind: "record_pb2.RecordNoteKind.ValueType", count: int = 0, text: str = ""
     ) -> None:
         """Adds a note to the recording, if there is one."""
@@ -220,39 +226,43 @@ class EngineSession:
             self.core.observe(report, message)
         else:
             self.core.observe(report)
-        alone = self.counters.alone
-        self.counters.count(report, self.last_report)
-        if self.counters.alone is not alone and alone is not None:
-            self._say_alone(report)
-        self.used = True
+        was_unsteered = self.counters.last_step_unsteered
+        self.counters.add_report(report, self.last_report)
+        if self.counters.last_step_unsteered is not was_unsteered and was_unsteered is not None:
+            self._log_lease_change(report)
+        self.was_used = True
         self.last_report = report
         self.last_report_at = self._clock.now()
         if self.measurement is not None:
-            self.measurement.put(report)
-            self.ring()
+            self.measurement.add_report(report)
+            self.wake_streams()
 
-    def lose(self, losses: Iterable[LostCapability]) -> None:
+    def record_losses(self, lost_capabilities: Iterable[LostCapability]) -> None:
         """Removes lost capabilities from planning.  Raises InvalidLossError."""
-        news = self.core.lose(losses)
-        if not news:
+        new_losses = self.core.record_lost_capabilities(lost_capabilities)
+        if not new_losses:
             return
-        self._say_lost(news)
-        self.ring()
-        measured = self.measurement
-        if measured is None or measured.arm is None:
+        self._log_lost(new_losses)
+        self.wake_streams()
+        measurement = self.measurement
+        if measurement is None or measurement.arm is None:
             return
-        loss = self.spec.loss_of(measured.arm)
-        if loss is not None:
-            measured.failed = InvalidMeasurementError(
-                f"engine {self.engine_id!r} has lost {loss.what} while it was measured: "
-                f"{loss.reason}",
+        lost_capability = self.spec.lost_capability_of(measurement.arm)
+        if lost_capability is not None:
+            measurement.error = InvalidMeasurementError(
+                f"engine {self.engine_id!r} has lost {lost_capability.description} while it was "
+                "measured: "
+                f"{lost_capability.reason}",
                 field_path="gamma",
             )
 
-    def _say_lost(self, losses: Iterable[LostCapability]) -> None:
-        for loss in losses:
+    def _log_lost(self, lost_capabilities: Iterable[LostCapability]) -> None:
+        for lost_capability in lost_capabilities:
             _log.warning(
-                "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
+                "capability_lost",
+                engine=self.engine_id,
+                lost=lost_capability.description,
+                reason=lost_capability.reason,
             )
 
     @property
@@ -262,14 +272,14 @@ class EngineSession:
 
     def reject(self, error: InvalidReportError, count: int = 1) -> None:
         """Counts reports refused for one reason; the first of each code in a session is logged."""
-        code = status_of(error).name
+        code = status_code_of(error).name
         is_new = not self.counters.rejected[code]
         self.counters.rejected[code] += count
-        text = message_of(error) if is_new else code
-        self.note(record_pb2.RECORD_NOTE_KIND_REJECTED, count, text)
+        text = error_text(error) if is_new else code
+        self.add_recording_note(record_pb2.RECORD_NOTE_KIND_REJECTED, count, text)
         if is_new:
             _log.warning(
-                "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
+                "report_rejected", engine=self.engine_id, code=code, error=error_text(error)
             )
 
     @property
@@ -279,22 +289,22 @@ class EngineSession:
 
     def advance(self) -> Plan:
         """Makes a plan if one is due, and returns the newest plan."""
-        self._observer.planning()
-        began = time.time_ns()
+        self._observer.before_planning()
+        began_unix_ns = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
-            self._adopt(plan, began)
+            self._adopt(plan, began_unix_ns)
         return self.plan
 
-    def _adopt(self, plan: Plan, began: int) -> None:
-        before, self.plan, self._plan_at = self.plan, plan, self._clock.now()
+    def _adopt(self, plan: Plan, began_unix_ns: int) -> None:
+        previous_plan, self.plan, self._planned_at = self.plan, plan, self._clock.now()
         self.counters.plans[plan.reason] += 1
-        if not _differ(before, plan):
+        if not _changes_engine(previous_plan, plan):
             return
         size = self.last_report.batch_size if self.last_report else 1
-        arm, was = plan.row_for(size).arm, before.row_for(size).arm
-        if arm != was or _differ_everywhere(before, plan):
-            self.plan_log.append(PlanLogEntry.of(time.time(), size, before, plan))
+        arm, previous_arm = plan.row_for(size).arm, previous_plan.row_for(size).arm
+        if arm != previous_arm or _differs_outside_rows(previous_plan, plan):
+            self.plan_log.append(PlanLogEntry.from_plans(time.time(), size, previous_plan, plan))
         _log.info(
             "plan_changed",
             engine=self.engine_id,
@@ -302,48 +312,48 @@ class EngineSession:
             batch_size=size,
             drafter=arm.drafter,
             gamma=arm.gamma,
-            was=f"{was.drafter} {was.gamma}",
+            was=f"{previous_arm.drafter} {previous_arm.gamma}",
             regime=str(plan.regime),
             reason=plan.reason.value,
             detail=plan.reason_detail,
             overrides=list(plan.overrides),
         )
-        self._observer.decided(self, before, began)
+        self._observer.on_plan_changed(self, previous_plan, began_unix_ns)
 
-    def _say_alone(self, report: StepReport) -> None:
-        where = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
+    def _log_lease_change(self, report: StepReport) -> None:
+        log_context = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
         if report.flags.unsteered:
-            _log.warning("lease_lost", **where)
+            _log.warning("lease_lost", **log_context)
         else:
-            _log.info("steered_again", **where)
+            _log.info("steered_again", **log_context)
 
-    def part(self, lease_seconds: float) -> None:
+    def plan_for_shutdown(self, lease_seconds: float) -> None:
         """Prepares the sidecar's shutdown.
 
         lease_seconds: how long the engine keeps its last plan; 0: for its lease.
         """
         if lease_seconds:
-            self._observer.planning()
-            self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
-        self.parting = True
+            self._observer.before_planning()
+            self._adopt(self.core.make_last_plan(lease_seconds), time.time_ns())
+        self.is_shutting_down = True
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
         """Uses these settings from now on."""
         self.core.use_settings(settings, training)
-        self.ring()
+        self.wake_streams()
 
     def use_profile(self, profile: Profile) -> None:
         """Uses the costs of this profile from now on.  Raises ProfileMismatchError."""
         self.core.use_profile(profile)
-        self.ring()
+        self.wake_streams()
 
-    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
-        """Warm-starts the estimates.  where: the source of `beliefs`, for people."""
-        self.core.begin_from(beliefs, where)
-        self.ring()
+    def warm_start_from(self, snapshots: Iterable[AcceptanceSnapshot], source: str) -> None:
+        """Warm-starts the estimates.  source: the source of `snapshots`, for people."""
+        self.core.warm_start_from(snapshots, source)
+        self.wake_streams()
 
     @contextmanager
-    def measuring(self) -> Iterator[ForcedMeasurement]:
+    def reserve_for_measurement(self) -> Iterator[ForcedMeasurement]:
         """Reserves the engine for one measurement; normal planning continues afterwards.
 
         Raises MeasurementConflictError if another measurement is under way.
@@ -358,65 +368,65 @@ class EngineSession:
             yield self.measurement
         finally:
             self.measurement = None
-            self._observer.planning()
-            self._adopt(self.core.force(None), time.time_ns())
-            self.ring()
+            self._observer.before_planning()
+            self._adopt(self.core.force_arm(None), time.time_ns())
+            self.wake_streams()
 
-    def force(self, measurement: ForcedMeasurement, arm: Arm) -> None:
+    def force_arm(self, measurement: ForcedMeasurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
-        self._observer.planning()
-        began = time.time_ns()
+        self._observer.before_planning()
+        began_unix_ns = time.time_ns()
         try:
-            plan = self.core.force(arm)
+            plan = self.core.force_arm(arm)
         except UnknownArmError as error:
             raise InvalidMeasurementError(str(error), field_path=error.field_path) from error
-        self._adopt(plan, began)
+        self._adopt(plan, began_unix_ns)
         measurement.forced_epoch, measurement.arm = plan.epoch, arm
-        self.ring()
+        self.wake_streams()
 
     @contextmanager
-    def listening(self, bell: asyncio.Event) -> Iterator[None]:
-        """Registers a stream: inside the block, `bell` is set for every plan and at the end."""
-        self.used = True
-        self._bells.add(bell)
-        self._quiet.clear()
+    def register_stream(self, event: asyncio.Event) -> Iterator[None]:
+        """Registers a stream: inside the block, `event` is set for every plan and at the end."""
+        self.was_used = True
+        self._stream_events.add(event)
+        self._streams_closed.clear()
         try:
             yield
         finally:
-            self._bells.discard(bell)
-            if not self._bells:
-                self._quiet.set()
-            self.contact()
+            self._stream_events.discard(event)
+            if not self._stream_events:
+                self._streams_closed.set()
+            self.record_contact()
 
-    def ring(self) -> None:
+    def wake_streams(self) -> None:
         """Wakes the streams."""
-        for bell in self._bells:
-            bell.set()
+        for event in self._stream_events:
+            event.set()
 
-    async def quiet(self) -> None:
+    async def wait_until_streams_closed(self) -> None:
         """Waits until no stream is open."""
-        await self._quiet.wait()
+        await self._streams_closed.wait()
 
-    def end(self, why: SpeculationError) -> None:
+    def end(self, error: SpeculationError) -> None:
         """Ends the session; its streams close with this error."""
-        self.ended = why
-        self.note(record_pb2.RECORD_NOTE_KIND_ENDED, text=message_of(why))
-        self.ring()
+        self.end_error = error
+        self.add_recording_note(record_pb2.RECORD_NOTE_KIND_ENDED, text=error_text(error))
+        self.wake_streams()
 
 
-def _differ(before: Plan, plan: Plan) -> bool:
+def _changes_engine(previous_plan: Plan, plan: Plan) -> bool:
     """Returns whether the plan changes what the engine does; probes and leases do not count."""
-    if _differ_everywhere(before, plan):
+    if _differs_outside_rows(previous_plan, plan):
         return True
-    rows = zip(before.rows, plan.rows, strict=False)
-    return len(before.rows) != len(plan.rows) or any(
+    rows = zip(previous_plan.rows, plan.rows, strict=False)
+    return len(previous_plan.rows) != len(plan.rows) or any(
         old is not new and (old.max_batch_size, old.arm) != (new.max_batch_size, new.arm)
         for old, new in rows
     )
 
 
-def _differ_everywhere(before: Plan, plan: Plan) -> bool:
+def _differs_outside_rows(previous_plan: Plan, plan: Plan) -> bool:
     """Returns whether the plans differ in something that applies to all rows."""
-    return (before.regime, before.draft_version, before.overrides) != (
+    return (previous_plan.regime, previous_plan.draft_version, previous_plan.overrides) != (
         plan.regime, plan.draft_version, plan.overrides,
     )  # fmt: skip

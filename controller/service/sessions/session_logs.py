@@ -11,12 +11,12 @@ from controller.core.checks.engine_checks import EngineWarning, WarningKind
 from controller.core.plan import Plan
 
 # Changes that a session remembers.
-LENGTH = 50
+PLAN_LOG_LENGTH = 50
 # A recurring warning is logged once in this time.
-_AGAIN_SECONDS = 3600.0
+_REPEAT_SECONDS = 3600.0
 # Warnings whose time is remembered, the latest ones.  An engine has at most 24 at a time, but can
 # return under its id with other drafters.
-_TOLD_KEPT = 64
+_LOGGED_WARNINGS_MAX = 64
 
 _log = structlog.get_logger(__name__)
 
@@ -36,14 +36,16 @@ class PlanLogEntry:
     overrides: tuple[str, ...]
 
     @classmethod
-    def of(cls, time: float, batch_size: int, before: Plan, plan: Plan) -> "PlanLogEntry":
+    def from_plans(
+        cls, time: float, batch_size: int, previous_plan: Plan, plan: Plan
+    ) -> "PlanLogEntry":
         """Makes an entry at the batch size that was reported last."""
-        was, arm = before.row_for(batch_size).arm, plan.row_for(batch_size).arm
+        previous_arm, arm = previous_plan.row_for(batch_size).arm, plan.row_for(batch_size).arm
         return cls(
             time,
             plan.epoch,
             batch_size,
-            f"{was.drafter} {was.gamma}",
+            f"{previous_arm.drafter} {previous_arm.gamma}",
             f"{arm.drafter} {arm.gamma}",
             str(plan.regime),
             plan.reason.value,
@@ -51,7 +53,7 @@ class PlanLogEntry:
             plan.overrides,
         )
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the entry as a dictionary."""
         return asdict(self)
 
@@ -63,20 +65,23 @@ class WarningLog:
     """
 
     def __init__(self) -> None:
-        self._told_at: dict[tuple[WarningKind, str], float] = {}
+        self._logged_at: dict[tuple[WarningKind, str], float] = {}
         # Warnings that were logged and have not ended.
-        self._open: set[tuple[WarningKind, str]] = set()
+        self._active_keys: set[tuple[WarningKind, str]] = set()
 
-    def tell(self, engine_id: str, warnings: Iterable[EngineWarning], now: float) -> None:
+    def log_changes(self, engine_id: str, warnings: Iterable[EngineWarning], now: float) -> None:
         """Logs the warnings that are new, and the end of those that are over.  now: seconds."""
-        present = {(warning.kind, warning.drafter): warning for warning in warnings}
-        for key, warning in present.items():
-            if key not in self._open and now - self._told_at.get(key, -math.inf) >= _AGAIN_SECONDS:
-                self._open.add(key)
-                self._told_at.pop(key, None)
-                self._told_at[key] = now
-                if len(self._told_at) > _TOLD_KEPT:
-                    del self._told_at[next(iter(self._told_at))]
+        active_warnings = {(warning.kind, warning.drafter): warning for warning in warnings}
+        for key, warning in active_warnings.items():
+            if (
+                key not in self._active_keys
+                and now - self._logged_at.get(key, -math.inf) >= _REPEAT_SECONDS
+            ):
+                self._active_keys.add(key)
+                self._logged_at.pop(key, None)
+                self._logged_at[key] = now
+                if len(self._logged_at) > _LOGGED_WARNINGS_MAX:
+                    del self._logged_at[next(iter(self._logged_at))]
                 _log.warning(
                     "engine_warning",
                     engine=engine_id,
@@ -85,6 +90,6 @@ class WarningLog:
                     found=warning.found,
                     advice=warning.advice,
                 )
-        for kind, drafter in self._open - present.keys():
-            self._open.discard((kind, drafter))
+        for kind, drafter in self._active_keys - active_warnings.keys():
+            self._active_keys.discard((kind, drafter))
             _log.info("engine_warning_ended", engine=engine_id, kind=kind.value, drafter=drafter)

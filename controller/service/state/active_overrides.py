@@ -13,27 +13,27 @@ from controller.core.planning.overrides import Override
 from controller.service.net.errors import SlowClientError
 
 # Unread changes of a watch, at most.
-_WATCH_MAX = 1000
+_UNREAD_CHANGES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveOverride:
     """Holds an override in force.
 
-    until: the end in monotonic seconds, inf without an end.  created_at: Unix seconds.
+    deadline: the end in monotonic seconds, inf without an end.  created_at: Unix seconds.
     origin: path of the policy file that it comes from; empty for one that an operator has set.
     """
 
     override: Override
     etag: str
-    until: float
+    deadline: float
     created_at: float
     origin: str = ""
 
     @property
     def remaining_seconds(self) -> float | None:
         """Returns the time left; None without an end."""
-        return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
+        return None if math.isinf(self.deadline) else max(0.0, self.deadline - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OverrideChange:
     """Describes a change for a watch.  kind: "present", "set" or "ended"."""
 
     kind: str
-    held: ActiveOverride
+    active: ActiveOverride
 
 
 # None: the sidecar stops.
@@ -55,23 +55,23 @@ class OverrideWatchers:
         self._queues: set[_Queue] = set()
 
     @contextlib.asynccontextmanager
-    async def watching(
+    async def watch(
         self, present: Iterable[ActiveOverride]
     ) -> AsyncIterator[AsyncIterator[OverrideChange]]:
         """Yields the overrides in force, then every change, until `close`.
 
         Raises SlowClientError if the reader falls behind.
         """
-        queue: _Queue = asyncio.Queue(_WATCH_MAX)
-        for held in present:
-            queue.put_nowait(OverrideChange("present", held))
+        queue: _Queue = asyncio.Queue(_UNREAD_CHANGES_MAX)
+        for active in present:
+            queue.put_nowait(OverrideChange("present", active))
         self._queues.add(queue)
         try:
             yield _changes(queue)
         finally:
             self._queues.discard(queue)
 
-    def tell(self, change: OverrideChange) -> None:
+    def notify(self, change: OverrideChange) -> None:
         """Notifies all watches of a change; a watch that is read too slowly ends with an error."""
         for queue in list(self._queues):
             try:

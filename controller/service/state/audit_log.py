@@ -26,12 +26,12 @@ from controller.store.interface import Actor, Store, StoreError
 from controller.util.tasks import BackgroundTasks
 
 # Time limit for unfinished records when the sidecar stops.
-_LAST_WORDS_SECONDS = 1.0
+_CLOSE_TIMEOUT_SECONDS = 1.0
 # Replaced sessions with a record each: a burst for a restarted fleet, then one a minute.
-_REPLACED_AT_ONCE: Final = 64
-_REPLACED_A_SECOND: Final = 1 / 60
+_REPLACED_BURST: Final = 64
+_REPLACED_PER_SECOND: Final = 1 / 60
 # Further ones share one record per this time.
-_COUNTED_SECONDS: Final = 60.0
+_COUNT_SECONDS: Final = 60.0
 
 _log = structlog.get_logger(__name__)
 
@@ -39,62 +39,71 @@ _log = structlog.get_logger(__name__)
 class AuditLog:
     """Writes audit records in the background.  counted_seconds: between two records of counts."""
 
-    def __init__(self, store: Store, counted_seconds: float = _COUNTED_SECONDS) -> None:
+    def __init__(self, store: Store, count_seconds: float = _COUNT_SECONDS) -> None:
         self._store = store
-        self._writing = BackgroundTasks()
-        self._replaced = limits.Bucket(_REPLACED_A_SECOND, _REPLACED_AT_ONCE)
-        self._counted_seconds = counted_seconds
+        self._pending_records = BackgroundTasks()
+        self._replaced_bucket = limits.TokenBucket(_REPLACED_PER_SECOND, _REPLACED_BURST)
+        self._count_seconds = count_seconds
         # Replaced sessions without a record of their own, and the last one of them.
-        self._count = 0
-        self._last: tuple[str, str] = ("", "")
-        self._counting = asyncio.Event()
+        self._replaced_count = 0
+        self._last_replaced: tuple[str, str] = ("", "")
+        self._count_pending = asyncio.Event()
 
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
         """Adds a record.  subject: the object of the action.  reason: a description for people."""
-        self._begin(action, subject, Actor(caller.name, reason, caller.origin))
+        self._start_record(action, subject, Actor(caller.name, reason, caller.origin))
 
-    def policy(self, path: str, reason: str) -> None:
+    def record_policy_change(self, path: str, reason: str) -> None:
         """Records a change of the policy file.  reason: a description for people."""
-        self._begin("policy", "policy", Actor("policy file", reason, path))
+        self._start_record("policy", "policy", Actor("policy file", reason, path))
 
-    def replaced(self, session: EngineSession, before: EngineSession) -> None:
+    def record_replaced_session(
+        self, session: EngineSession, previous_session: EngineSession
+    ) -> None:
         """Records or counts that an engine introduced itself under the id of another one."""
         origin = session.identity.origin
-        if not self._counting.is_set() and self._replaced.take():
-            reason = f"the previous session was silent for {before.seconds_since_steered:.0f} s"
-            self._begin("replace_session", session.engine_id, Actor(origin, reason, origin))
+        if not self._count_pending.is_set() and self._replaced_bucket.try_consume():
+            silent_seconds = previous_session.seconds_since_steered
+            reason = f"the previous session was silent for {silent_seconds:.0f} s"
+            self._start_record("replace_session", session.engine_id, Actor(origin, reason, origin))
             return
-        self._count += 1
-        self._last = session.engine_id, origin
-        self._counting.set()
+        self._replaced_count += 1
+        self._last_replaced = session.engine_id, origin
+        self._count_pending.set()
 
-    async def tell_counts(self) -> None:
+    async def record_counts(self) -> None:
         """Records each count once its time is over, until cancelled."""
         while True:
-            await self._counting.wait()
-            await asyncio.sleep(self._counted_seconds)
-            self._begin_counted()
+            await self._count_pending.wait()
+            await asyncio.sleep(self._count_seconds)
+            self._start_count_record()
 
-    def _begin_counted(self) -> None:
-        engine_id, origin = self._last
-        reason = f"{self._count} sessions were replaced since the last record, this one last"
-        self._count = 0
-        self._counting.clear()
-        self._begin("replace_session", engine_id, Actor(origin, reason, origin))
+    def _start_count_record(self) -> None:
+        engine_id, origin = self._last_replaced
+        reason = (
+            f"{self._replaced_count} sessions were replaced since the last record, this one last"
+        )
+        self._replaced_count = 0
+        self._count_pending.clear()
+        self._start_record("replace_session", engine_id, Actor(origin, reason, origin))
 
-    def _begin(self, action: str, subject: str, who: Actor) -> None:
-        self._writing.start("write an audit record", self._write(action, subject, who))
+    def _start_record(self, action: str, subject: str, actor: Actor) -> None:
+        self._pending_records.start("write an audit record", self._write(action, subject, actor))
 
-    async def _write(self, action: str, subject: str, who: Actor) -> None:
+    async def _write(self, action: str, subject: str, actor: Actor) -> None:
         try:
-            await self._store.record(action, subject, who)
+            await self._store.record(action, subject, actor)
         except StoreError as error:
             _log.error(
-                "audit_not_written", action=action, subject=subject, **asdict(who), error=str(error)
+                "audit_not_written",
+                action=action,
+                subject=subject,
+                **asdict(actor),
+                error=str(error),
             )
 
     async def close(self) -> None:
         """Waits briefly for unfinished records."""
-        if self._counting.is_set():
-            self._begin_counted()
-        await self._writing.close(_LAST_WORDS_SECONDS)
+        if self._count_pending.is_set():
+            self._start_count_record()
+        await self._pending_records.close(_CLOSE_TIMEOUT_SECONDS)

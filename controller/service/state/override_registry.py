@@ -44,16 +44,16 @@ from controller.store.interface import (
     StoreFullError,
     StoreUnavailableError,
 )
-from controller.util.text import printable
-from controller.wire.overrides import from_body, to_body
+from controller.util.text import to_printable
+from controller.wire.overrides import override_from_json, override_to_json
 
 # The store is read again after this time at the latest.
-_ASK_AGAIN_SECONDS = 30.0
+_REFRESH_SECONDS = 30.0
 # Unusable overrides of the store that are named.
 _NAMED_MAX = 20
 # Characters of an id or a reason that are shown.
 _SHOWN_CHARACTERS = 200
-_BEYOND = f"{LIVE_ENTRIES_MAX} newer overrides are in force, which is the limit"
+_OVER_LIMIT_REASON = f"{LIVE_ENTRIES_MAX} newer overrides are in force, which is the limit"
 
 # Two requests with the same id and content have the same lifetime if it differs by less than this.
 _SAME_LIFETIME_SECONDS = 1.0
@@ -79,17 +79,17 @@ class OverrideRegistry:
     def __init__(self, store: Store, registry: SessionRegistry) -> None:
         self._store = store
         self._registry = registry
-        self._held: dict[str, ActiveOverride] = {}
+        self._active_by_id: dict[str, ActiveOverride] = {}
         self.policy = Policy()
-        self._policies: dict[str, ActiveOverride] = {}
+        self._policy_overrides: dict[str, ActiveOverride] = {}
         # Entries of the store that cannot be in force here: etag and reason, by id.
         self._unusable: dict[str, tuple[str, str]] = {}
-        self._news = asyncio.Event()
+        self._refresh_needed = asyncio.Event()
         self._watchers = OverrideWatchers()
 
     async def open(self) -> None:
         """Opens the store and reads the overrides.  Raises StoreError."""
-        await self._store.open(self._news.set)
+        await self._store.open(self._refresh_needed.set)
         await self.refresh()
 
     async def close(self) -> None:
@@ -102,13 +102,13 @@ class OverrideRegistry:
         """Returns the state of the store, with the entries that cannot be in force here."""
         health, unusable = self._store.health, self._unusable
         # Other processes may have written the ids, and the texts that the reasons quote.
-        named = {
+        reasons = {
             _printable(name): _printable(unusable[name][1])
             for name in sorted(unusable)[:_NAMED_MAX]
         }
         return replace(
             health,
-            unusable={**health.unusable, **named},
+            unusable={**health.unusable, **reasons},
             unusable_count=health.unusable_count + len(unusable),
         )
 
@@ -122,22 +122,22 @@ class OverrideRegistry:
 
     def active(self) -> tuple[Override, ...]:
         """Returns all overrides in force now, for any engine; file-based policy included."""
-        return tuple(held.override for held in self._live())
+        return tuple(active.override for active in self._unexpired())
 
-    def _live(self) -> list[ActiveOverride]:
+    def _unexpired(self) -> list[ActiveOverride]:
         now = time.monotonic()
-        live = [held for held in self._held.values() if held.until > now]
-        return [*live, *self._policies.values()]
+        unexpired = [active for active in self._active_by_id.values() if active.deadline > now]
+        return [*unexpired, *self._policy_overrides.values()]
 
     def ends_at(self, override_id: str) -> float | None:
         """Returns the end in Unix seconds; None if there is no end, or no such override."""
-        held = self._held.get(override_id)
-        seconds = None if held is None else held.remaining_seconds
+        active = self._active_by_id.get(override_id)
+        seconds = None if active is None else active.remaining_seconds
         return None if seconds is None else time.time() + seconds
 
-    def held(self) -> list[ActiveOverride]:
+    def list_active(self) -> list[ActiveOverride]:
         """Returns all overrides in force now, ordered by id; file-based policy included."""
-        return sorted(self._live(), key=lambda held: held.override.override_id)
+        return sorted(self._unexpired(), key=lambda active: active.override.override_id)
 
     async def use_policy(self, policy: Policy) -> None:
         """Replaces the policy in force."""
@@ -146,85 +146,97 @@ class OverrideRegistry:
             o.override_id: ActiveOverride(o, "", math.inf, policy.read_at, str(policy.path))
             for o in policy.overrides
         }
-        old, self._policies = self._policies, new
-        for name, held in old.items():
+        previous, self._policy_overrides = self._policy_overrides, new
+        for name, active in previous.items():
             if name not in new:
-                self._watchers.tell(OverrideChange("ended", held))
-        changed = [n for n, held in new.items() if n not in old or old[n].override != held.override]
+                self._watchers.notify(OverrideChange("ended", active))
+        changed = [
+            n
+            for n, active in new.items()
+            if n not in previous or previous[n].override != active.override
+        ]
         for name in changed:
-            self._watchers.tell(OverrideChange("set", new[name]))
-        if changed or old.keys() != new.keys():
-            await self._apply()
+            self._watchers.notify(OverrideChange("set", new[name]))
+        if changed or previous.keys() != new.keys():
+            await self._push_to_sessions()
 
-    async def set(
-        self, override: Override, seconds: float | None, etag: str, who: Actor
+    async def set_override(
+        self, override: Override, seconds: float | None, etag: str, actor: Actor
     ) -> tuple[ActiveOverride, OverrideOutcome]:
         """Sets an override; returns the override in force and the outcome.
 
         Raises OverrideExistsError, OverrideChangedError, NoOverrideError, TooManyOverridesError,
         StoreUnavailableError.
         """
-        name, body = override.override_id, to_body(override)
+        name, body = override.override_id, override_to_json(override)
         outcome = OverrideOutcome.SET
         try:
-            entry = await self._store.write(name, body, seconds, revision_of(etag), who)
+            entry = await self._store.write(name, body, seconds, revision_of(etag), actor)
         except ConflictError as conflict:
-            outcome, found = judge(conflict.found, override, seconds, etag)
+            outcome, stored = classify_conflict(conflict.stored_entry, override, seconds, etag)
             if outcome is OverrideOutcome.REPEATED:
-                return await self._take(found, override), outcome
+                return await self._apply_entry(stored, override), outcome
             try:
-                entry = await self._store.write(name, body, seconds, found.revision, who)
-            except ConflictError as again:
-                raise conflict_of(name, found.etag, again.found) from again
-        except StoreFullError as full:
-            raise TooManyOverridesError(str(full)) from full
-        held = await self._take(entry, override)
+                entry = await self._store.write(name, body, seconds, stored.revision, actor)
+            except ConflictError as second_conflict:
+                raise conflict_error(
+                    name, stored.etag, second_conflict.stored_entry
+                ) from second_conflict
+        except StoreFullError as store_full:
+            raise TooManyOverridesError(str(store_full)) from store_full
+        active = await self._apply_entry(entry, override)
         _log.info(
-            "override_set", override=name, scope=str(override.scope), author=who.author,
-            reason=who.reason, origin=who.origin, seconds=seconds,
+            "override_set", override=name, scope=str(override.scope), author=actor.author,
+            reason=actor.reason, origin=actor.origin, seconds=seconds,
         )  # fmt: skip
-        return held, outcome
+        return active, outcome
 
-    async def try_set(
+    async def check_set(
         self, override: Override, seconds: float | None, etag: str
     ) -> OverrideOutcome:
-        """Returns the outcome that `set` would have now; changes nothing.  Raises as `set`."""
-        self._require_room(override)
+        """Returns the outcome that `set_override` would have, and raises what it would raise."""
+        self._require_capacity(override)
         expected = revision_of(etag)
         entries = await self._store.entries()
-        found = next((e for e in entries if e.override_id == override.override_id), None)
-        if expected == (0 if found is None else found.revision):
+        stored = next((e for e in entries if e.override_id == override.override_id), None)
+        if expected == (0 if stored is None else stored.revision):
             return OverrideOutcome.SET
-        return judge(found, override, seconds, etag)[0]
+        return classify_conflict(stored, override, seconds, etag)[0]
 
-    def _require_room(self, override: Override) -> None:
-        if override.override_id not in self._held and len(self._held) >= LIVE_ENTRIES_MAX:
+    def _require_capacity(self, override: Override) -> None:
+        if (
+            override.override_id not in self._active_by_id
+            and len(self._active_by_id) >= LIVE_ENTRIES_MAX
+        ):
             raise TooManyOverridesError(
-                f"{len(self._held)} overrides are in force already, which is the limit: clear some"
+                f"{len(self._active_by_id)} overrides are in force already, which is the limit: "
+                "clear some"
             )
 
-    async def clear(self, override_id: str, etag: str, who: Actor) -> None:
+    async def clear_override(self, override_id: str, etag: str, actor: Actor) -> None:
         """Ends an override.
 
         Raises NoOverrideError, OverrideChangedError, StoreUnavailableError.
         """
-        entry = await self._find(override_id)
+        entry = await self._find_entry(override_id)
         if etag and (entry is None or etag != entry.etag):
-            raise conflict_of(override_id, etag, entry)
+            raise conflict_error(override_id, etag, entry)
         try:
-            await self._store.clear(override_id, 0 if entry is None else entry.revision, who)
+            await self._store.clear(override_id, 0 if entry is None else entry.revision, actor)
         except ConflictError as conflict:
-            raise conflict_of(override_id, etag or "the newest", conflict.found) from conflict
+            raise conflict_error(
+                override_id, etag or "the newest", conflict.stored_entry
+            ) from conflict
         _log.info(
-            "override_cleared", override=override_id, author=who.author, reason=who.reason,
-            origin=who.origin,
+            "override_cleared", override=override_id, author=actor.author, reason=actor.reason,
+            origin=actor.origin,
         )  # fmt: skip
-        self._end(override_id)
+        self._deactivate(override_id)
         if self._unusable:
             await self.refresh()  # another one may fit now
-        await self._apply()
+        await self._push_to_sessions()
 
-    async def _find(self, override_id: str) -> Entry | None:
+    async def _find_entry(self, override_id: str) -> Entry | None:
         """Returns the store's entry with an id; None if the entry cannot be read.
 
         Raises NoOverrideError.
@@ -238,22 +250,22 @@ class OverrideRegistry:
             f"no override {override_id[:128]!r} is in force", resource=override_id
         )
 
-    def sessions_of(self, scope: Scope) -> list[EngineSession]:
+    def sessions_in_scope(self, scope: Scope) -> list[EngineSession]:
         """Returns the sessions of this sidecar's engines in a scope, ordered by engine id."""
-        found = (session for session in self._registry if scope.covers(session.spec))
-        return sorted(found, key=lambda session: session.engine_id)
+        sessions = (session for session in self._registry if scope.covers(session.spec))
+        return sorted(sessions, key=lambda session: session.engine_id)
 
     def known_engines(self) -> list[EngineSession]:
         """Returns the sessions of all engines of this sidecar, ordered by engine id."""
         return sorted(self._registry, key=lambda session: session.engine_id)
 
-    def with_(self, override: Override) -> tuple[Override, ...]:
+    def active_with(self, override: Override) -> tuple[Override, ...]:
         """Returns the overrides that would be in force with an additional, newest one."""
         newest = max((o.revision for o in self.active()), default=0)
         newer = replace(override, revision=newest + 1)
-        return (*self.without(override.override_id), newer)
+        return (*self.active_without(override.override_id), newer)
 
-    def without(self, override_id: str) -> tuple[Override, ...]:
+    def active_without(self, override_id: str) -> tuple[Override, ...]:
         """Returns the overrides that would be in force without one of them."""
         return tuple(o for o in self.active() if o.override_id != override_id)
 
@@ -261,12 +273,12 @@ class OverrideRegistry:
         """Returns audit records, the newest first.  Raises StoreUnavailableError."""
         return list(await self._store.audit(limit, subject, before))
 
-    def watching(self) -> "contextlib.AbstractAsyncContextManager[AsyncIterator[OverrideChange]]":
+    def watch(self) -> "contextlib.AbstractAsyncContextManager[AsyncIterator[OverrideChange]]":
         """Yields all overrides in force, then every change, until the sidecar stops.
 
         Raises SlowClientError if the reader falls behind.
         """
-        return self._watchers.watching(self.held())
+        return self._watchers.watch(self.list_active())
 
     async def refresh(self) -> None:
         """Reads the overrides from the store.
@@ -278,99 +290,107 @@ class OverrideRegistry:
         except StoreUnavailableError as error:
             _log.warning("store_unavailable", error=str(error))
             return
-        self._choose([entry for entry in entries if not entry.ended])
-        await self._apply()
+        self._select_entries([entry for entry in entries if not entry.ended])
+        await self._push_to_sessions()
 
-    def _choose(self, live: list[Entry]) -> None:
+    def _select_entries(self, entries: list[Entry]) -> None:
         """Puts the newest entries of the store into force, up to the limit.
 
         All sidecars choose the same entries, because the store assigns the revisions.
         """
         chosen, unusable = set[str](), dict[str, tuple[str, str]]()
-        for entry in sorted(live, key=lambda entry: (-entry.revision, entry.override_id)):
+        for entry in sorted(entries, key=lambda entry: (-entry.revision, entry.override_id)):
             name = entry.override_id
             if len(chosen) == LIVE_ENTRIES_MAX:
-                reason = _BEYOND
-            elif (reason := self._note(entry)) == "":
+                reason = _OVER_LIMIT_REASON
+            elif (reason := self._activate_entry(entry)) == "":
                 chosen.add(name)
                 continue
             unusable[name] = entry.etag, reason
-        for name in self._held.keys() - chosen:
-            self._end(name)
-        if news := {n: why for n, why in unusable.items() if self._unusable.get(n) != why}:
+        for name in self._active_by_id.keys() - chosen:
+            self._deactivate(name)
+        if new_reasons := {
+            n: etag_and_reason
+            for n, etag_and_reason in unusable.items()
+            if self._unusable.get(n) != etag_and_reason
+        }:
             _log.error(
                 "overrides_not_in_force", count=len(unusable),
-                overrides={n: news[n][1] for n in sorted(news)[:_NAMED_MAX]},
+                overrides={n: new_reasons[n][1] for n in sorted(new_reasons)[:_NAMED_MAX]},
             )  # fmt: skip
         self._unusable = unusable
 
-    async def _take(self, entry: Entry, override: Override) -> ActiveOverride:
+    async def _apply_entry(self, entry: Entry, override: Override) -> ActiveOverride:
         """Puts a written entry into force."""
-        held = self._held.get(entry.override_id)
-        if held is None or held.etag != entry.etag:
-            held = self._hold(entry, override)
-        await self._apply()
-        return held
+        active = self._active_by_id.get(entry.override_id)
+        if active is None or active.etag != entry.etag:
+            active = self._activate(entry, override)
+        await self._push_to_sessions()
+        return active
 
-    def _note(self, entry: Entry) -> str:
+    def _activate_entry(self, entry: Entry) -> str:
         """Puts an entry into force; returns why that is impossible, or ""."""
-        known = self._held.get(entry.override_id)
-        if known is not None and known.etag == entry.etag:
+        active = self._active_by_id.get(entry.override_id)
+        if active is not None and active.etag == entry.etag:
             return ""
         etag, reason = self._unusable.get(entry.override_id, ("", ""))
-        if etag == entry.etag and reason not in {"", _BEYOND}:
+        if etag == entry.etag and reason not in {"", _OVER_LIMIT_REASON}:
             return reason
         try:
-            override = from_body(entry.body)
+            override = override_from_json(entry.body)
         except InvalidOverrideError as error:
             # It may come from a newer sidecar; it has no effect here.
             return str(error)
         if override.override_id != entry.override_id:
             return "it contains an override with another id"
-        self._hold(entry, override)
+        self._activate(entry, override)
         return ""
 
-    def _hold(self, entry: Entry, override: Override) -> ActiveOverride:
+    def _activate(self, entry: Entry, override: Override) -> ActiveOverride:
         seconds = entry.remaining_seconds
-        until = math.inf if seconds is None else time.monotonic() + seconds
-        held = ActiveOverride(
-            replace(override, revision=entry.revision), entry.etag, until, entry.created_at
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        active = ActiveOverride(
+            replace(override, revision=entry.revision), entry.etag, deadline, entry.created_at
         )
-        self._held[entry.override_id] = held
-        self._watchers.tell(OverrideChange("set", held))
-        self._news.set()  # the next end may be earlier now
-        return held
+        self._active_by_id[entry.override_id] = active
+        self._watchers.notify(OverrideChange("set", active))
+        self._refresh_needed.set()  # the next end may be earlier now
+        return active
 
-    def end_over(self) -> None:
+    def expire_overrides(self) -> None:
         """Ends the overrides that have expired.
 
         It also runs before every plan: after a process was suspended, a report can be processed
         before the timer.
         """
         now = time.monotonic()
-        over = [name for name, held in self._held.items() if held.until <= now]
-        for name in over:
+        expired_ids = [
+            name
+            for name, active_override in self._active_by_id.items()
+            if active_override.deadline <= now
+        ]
+        for name in expired_ids:
             _log.info("override_expired", override=name)
-            self._end(name)
-        if over:
-            active = self.active()
+            self._deactivate(name)
+        if expired_ids:
+            overrides = self.active()
             for session in self._registry:
-                self._hand(session, active)
+                self._push_to_session(session, overrides)
 
-    def _end(self, override_id: str) -> None:
-        held = self._held.pop(override_id, None)
-        if held is not None:
-            self._watchers.tell(OverrideChange("ended", held))
+    def _deactivate(self, override_id: str) -> None:
+        active = self._active_by_id.pop(override_id, None)
+        if active is not None:
+            self._watchers.notify(OverrideChange("ended", active))
 
-    async def _apply(self) -> None:
+    async def _push_to_sessions(self) -> None:
         """Applies the overrides to every engine, and yields to the event loop between engines."""
         for session in self._registry:
-            if not session.is_over:
+            if not session.has_ended:
                 # The overrides may have changed since the previous engine.
-                self._hand(session, self.active())
+                self._push_to_session(session, self.active())
             await asyncio.sleep(0)
 
-    def _hand(self, session: EngineSession, overrides: tuple[Override, ...]) -> None:
+    def _push_to_session(self, session: EngineSession, overrides: tuple[Override, ...]) -> None:
         if session.core.set_overrides(overrides):
             _log.info(
                 "overrides_in_force", engine=session.engine_id,
@@ -378,20 +398,22 @@ class OverrideRegistry:
             )  # fmt: skip
             # At once, because there may be no open stream that would do it.
             session.advance()
-            session.ring()
+            session.wake_streams()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Ends expired overrides, and reads changes from the store, until cancelled."""
         # The store may have changed while this task did not run.
-        self._news.set()
+        self._refresh_needed.set()
         while True:
-            soonest = min((held.until for held in self._held.values()), default=math.inf)
-            pause = min(max(0.0, soonest - time.monotonic()), _ASK_AGAIN_SECONDS)
+            soonest = min(
+                (active.deadline for active in self._active_by_id.values()), default=math.inf
+            )
+            pause = min(max(0.0, soonest - time.monotonic()), _REFRESH_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._news.wait()
-            self._news.clear()
-            self.end_over()
+                    await self._refresh_needed.wait()
+            self._refresh_needed.clear()
+            self.expire_overrides()
             try:
                 await self.refresh()
             except SpeculationError as error:
@@ -399,7 +421,7 @@ class OverrideRegistry:
 
 
 def _printable(text: str) -> str:
-    return printable(text)[:_SHOWN_CHARACTERS]
+    return to_printable(text)[:_SHOWN_CHARACTERS]
 
 
 def revision_of(etag: str) -> int:
@@ -412,50 +434,50 @@ def revision_of(etag: str) -> int:
     return int(number[:18]) if etag else 0
 
 
-def judge(
-    found: Entry | None, override: Override, seconds: float | None, etag: str
+def classify_conflict(
+    stored: Entry | None, override: Override, seconds: float | None, etag: str
 ) -> tuple[OverrideOutcome, Entry]:
     """Returns the outcome of a request whose etag is not that of the stored entry, and that entry.
 
     Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
     """
-    if etag or found is None or found.ended or found.body != to_body(override):
-        raise conflict_of(override.override_id, etag, found)
-    lasted = _lifetime(found)
-    if lasted is None or seconds is None:
-        same = lasted is seconds
+    if etag or stored is None or stored.ended or stored.body != override_to_json(override):
+        raise conflict_error(override.override_id, etag, stored)
+    stored_seconds = _lifetime_seconds(stored)
+    if stored_seconds is None or seconds is None:
+        is_same_lifetime = stored_seconds is seconds
     else:
-        same = abs(lasted - seconds) < _SAME_LIFETIME_SECONDS
-    return OverrideOutcome.REPEATED if same else OverrideOutcome.END_MOVED, found
+        is_same_lifetime = abs(stored_seconds - seconds) < _SAME_LIFETIME_SECONDS
+    return OverrideOutcome.REPEATED if is_same_lifetime else OverrideOutcome.END_MOVED, stored
 
 
-def _lifetime(entry: Entry) -> float | None:
+def _lifetime_seconds(entry: Entry) -> float | None:
     """Returns the lifetime in seconds at the time of writing; None without an end."""
-    left = entry.remaining_seconds
-    return None if left is None else left + time.time() - entry.created_at
+    seconds_left = entry.remaining_seconds
+    return None if seconds_left is None else seconds_left + time.time() - entry.created_at
 
 
-def conflict_of(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
+def conflict_error(override_id: str, etag: str, stored: Entry | None) -> SpeculationError:
     """Returns the error for a request that conflicts with the stored entry."""
-    if found is None:
+    if stored is None:
         return NoOverrideError(
             f"override {override_id!r} does not exist (any more)", resource=override_id
         )
-    if found.ended:
+    if stored.ended:
         return OverrideExistsError(
-            f"override {override_id!r} was {found.ended} before: its id cannot be used again, so "
+            f"override {override_id!r} was {stored.ended} before: its id cannot be used again, so "
             "that a repeated request cannot restore it; choose another id",
             resource=override_id,
         )
     if not etag:
         return OverrideExistsError(
-            f"override {override_id!r} exists with different content (etag {found.etag}): to "
+            f"override {override_id!r} exists with different content (etag {stored.etag}): to "
             "replace it, send that etag (`--etag` of the command)",
             resource=override_id,
-            facts={"etag": found.etag},
+            facts={"etag": stored.etag},
         )
     return OverrideChangedError(
-        f"override {override_id!r} has changed: its etag is {found.etag}; read it again",
+        f"override {override_id!r} has changed: its etag is {stored.etag}; read it again",
         resource=override_id,
-        facts={"etag": found.etag},
+        facts={"etag": stored.etag},
     )

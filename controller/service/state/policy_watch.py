@@ -27,14 +27,20 @@ from controller.settings.policy_file import (
     parse_policy,
     read_policy,
 )
-from controller.util.files import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile, write_whole
+from controller.util.files import (
+    EQUAL_READS_MIN,
+    POLL_SECONDS,
+    FileSnapshot,
+    WatchedFile,
+    write_atomically,
+)
 
 # Successive reads with fewer entries and no new one, 2 s: longer than a writer pauses.
-_SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)
+_SHORTER_CHECKS: Final = 1 + math.ceil(2.0 / POLL_SECONDS)
 # Successive reads without a file, 10 s: longer than an editor or a mount takes to replace it.
-_GONE_LOOKS: Final = 1 + math.ceil(10.0 / LOOK_SECONDS)
-_KEPT: Final = "policy.yaml"
-_KEPT_MODE: Final = 0o640
+_MISSING_CHECKS: Final = 1 + math.ceil(10.0 / POLL_SECONDS)
+_COPY_NAME: Final = "policy.yaml"
+_COPY_MODE: Final = 0o640
 
 _log = structlog.get_logger(__name__)
 
@@ -46,11 +52,11 @@ class PolicyWatch:
         self, path: Path | None, state: Path, override_registry: OverrideRegistry, audit: AuditLog
     ) -> None:
         self._file = None if path is None else WatchedFile(path, MAX_BYTES)
-        self._kept = state / _KEPT
+        self._copy_path = state / _COPY_NAME
         self._override_registry = override_registry
         self._audit = audit
         # The content that was last processed: put into force, or refused.
-        self._judged: Found | None = None
+        self._last_processed: FileSnapshot | None = None
 
     async def open(self) -> None:
         """Puts the policy into force.
@@ -59,33 +65,33 @@ class PolicyWatch:
         """
         if self._file is None:
             return
-        policy = await asyncio.to_thread(self._first, self._file)
+        policy = await asyncio.to_thread(self._initial_policy, self._file)
         await self._override_registry.use_policy(policy)
         _log_policy(policy)
 
-    def _first(self, file: WatchedFile) -> Policy:
+    def _initial_policy(self, file: WatchedFile) -> Policy:
         if not file.path.parent.is_dir():
             raise PolicyFileError(f"{file.path}: there is no directory {file.path.parent}")
-        found = file.look()
+        file_state = file.read()
         try:
-            policy = _policy_of(file.path, found)
+            policy = _parse_file(file.path, file_state)
         except PolicyFileError as error:
-            before = self._kept_policy(file.path)
-            if found.is_missing:
+            previous_policy = self._policy_from_copy(file.path)
+            if file_state.is_missing:
                 # The watch ends the policy of the copy, unless the file returns.
-                return before or Policy(file.path)
-            if before is None:
+                return previous_policy or Policy(file.path)
+            if previous_policy is None:
                 raise
-            self._judged = found
-            return replace(before, error=str(error))
-        self._judged = found
-        self._keep(found.content)
+            self._last_processed = file_state
+            return replace(previous_policy, error=str(error))
+        self._last_processed = file_state
+        self._write_copy(file_state.content)
         return policy
 
-    def _kept_policy(self, path: Path) -> Policy | None:
+    def _policy_from_copy(self, path: Path) -> Policy | None:
         """Returns the policy of an earlier run of the sidecar; None if there is no valid copy."""
         try:
-            return Policy(path, read_policy(self._kept)[0], self._kept.stat().st_mtime)
+            return Policy(path, read_policy(self._copy_path)[0], self._copy_path.stat().st_mtime)
         except (PolicyFileError, OSError):
             return None
 
@@ -94,62 +100,66 @@ class PolicyWatch:
         file = self._file
         assert file is not None
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            policy = await asyncio.to_thread(self._look, file)
+            await asyncio.sleep(POLL_SECONDS)
+            policy = await asyncio.to_thread(self._check_file, file)
             if policy is None:
                 continue
-            before = self._override_registry.policy.overrides
+            previous_overrides = self._override_registry.policy.overrides
             await self._override_registry.use_policy(policy)
             # Only now: a change that could not be put into force is not forgotten.
-            self._judged = file.found
+            self._last_processed = file.snapshot
             _log_policy(policy)
-            if policy.overrides != before:
-                self._audit.policy(
-                    str(file.path), f"{len(policy.overrides)} entries, {len(before)} before"
+            if policy.overrides != previous_overrides:
+                self._audit.record_policy_change(
+                    str(file.path),
+                    f"{len(policy.overrides)} entries, {len(previous_overrides)} before",
                 )
 
-    def _look(self, file: WatchedFile) -> Policy | None:
+    def _check_file(self, file: WatchedFile) -> Policy | None:
         """Returns the new policy; None without a change, or if the change is too recent."""
-        found = file.look()
-        if found == self._judged or file.agreeing < AGREEING_LOOKS:
+        file_state = file.read()
+        if file_state == self._last_processed or file.equal_reads < EQUAL_READS_MIN:
             return None
-        before = self._override_registry.policy
+        previous_policy = self._override_registry.policy
         try:
-            policy = _policy_of(file.path, found)
+            policy = _parse_file(file.path, file_state)
         except PolicyFileError as error:
-            if not (found.is_missing and file.path.parent.is_dir()):
-                return replace(before, error=str(error))
+            if not (file_state.is_missing and file.path.parent.is_dir()):
+                return replace(previous_policy, error=str(error))
             policy = Policy(file.path, read_at=time.time())
-        if file.agreeing < _looks_needed(policy, before, found):
+        if file.equal_reads < _checks_needed(policy, previous_policy, file_state):
             return None
-        self._keep(None if found.is_missing else found.content)
+        self._write_copy(None if file_state.is_missing else file_state.content)
         return policy
 
-    def _keep(self, content: bytes | None) -> None:
+    def _write_copy(self, content: bytes | None) -> None:
         """Writes the copy for the next start, or removes it; logs if that fails."""
         try:
             if content is None:
-                self._kept.unlink(missing_ok=True)
+                self._copy_path.unlink(missing_ok=True)
                 return
-            write_whole(self._kept, content)
-            self._kept.chmod(_KEPT_MODE)
+            write_atomically(self._copy_path, content)
+            self._copy_path.chmod(_COPY_MODE)
         except OSError as error:
-            _log.warning("policy_not_kept", path=str(self._kept), error=str(error))
+            _log.warning("policy_not_kept", path=str(self._copy_path), error=str(error))
 
 
-def _policy_of(path: Path, found: Found) -> Policy:
+def _parse_file(path: Path, file_state: FileSnapshot) -> Policy:
     """Parses a policy.  Raises PolicyFileError for a file that is missing or cannot be used."""
-    if found.error:
-        raise PolicyFileError(f"{path}: {found.error}")
-    return Policy(path, parse_policy(path, found.content), time.time())
+    if file_state.error:
+        raise PolicyFileError(f"{path}: {file_state.error}")
+    return Policy(path, parse_policy(path, file_state.content), time.time())
 
 
-def _looks_needed(policy: Policy, before: Policy, found: Found) -> int:
+def _checks_needed(policy: Policy, previous_policy: Policy, file_state: FileSnapshot) -> int:
     """Returns how many successive reads must agree on a policy."""
-    if found.is_missing:
-        return _GONE_LOOKS if before.overrides else AGREEING_LOOKS
-    now, then = ({override.override_id for override in it.overrides} for it in (policy, before))
-    return _SHORTER_LOOKS if now and now < then else AGREEING_LOOKS
+    if file_state.is_missing:
+        return _MISSING_CHECKS if previous_policy.overrides else EQUAL_READS_MIN
+    current_ids, previous_ids = (
+        {override.override_id for override in each_policy.overrides}
+        for each_policy in (policy, previous_policy)
+    )
+    return _SHORTER_CHECKS if current_ids and current_ids < previous_ids else EQUAL_READS_MIN
 
 
 def _log_policy(policy: Policy) -> None:

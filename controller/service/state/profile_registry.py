@@ -18,7 +18,7 @@ from controller.core.cost.profile import MeasuredEngine, Profile
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
 from controller.service.net.errors import ProfileNotSavedError
-from controller.util.files import remove_unfinished, write_whole
+from controller.util.files import remove_partial_files, write_atomically
 
 # How far the clocks of a fleet, and their time zones, may differ.
 _CLOCK_SKEW = timedelta(days=1)
@@ -42,28 +42,28 @@ class ProfileRegistry:
 
     def load(self, paths: Iterable[Path]) -> None:
         """Reads and adds profiles, those of the registry's own directory included."""
-        own = self._directory
-        if own is not None and own.is_dir():
+        own_directory = self._directory
+        if own_directory is not None and own_directory.is_dir():
             with contextlib.suppress(OSError):  # the directory may be read-only
-                remove_unfinished(own)
-            paths = [*paths, own]
-        self.take(self.read(paths))
+                remove_partial_files(own_directory)
+            paths = [*paths, own_directory]
+        self.add_newer(self.read_files(paths))
 
-    def read(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
+    def read_files(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
         """Reads files, and the `*.json` files of directories, without adding them.
 
         Raises ProfileFileError for a missing path or a file that is not a profile.
         """
-        return [(file, _read(file)) for path in paths for file in _files(path)]
+        return [(file, _read_profile(file)) for path in paths for file in _profile_files(path)]
 
-    def take(self, found: Iterable[tuple[Path, Profile]]) -> list[Profile]:
+    def add_newer(self, profiles: Iterable[tuple[Path, Profile]]) -> list[Profile]:
         """Adds profiles that are newer than the known ones of their identity; returns them."""
-        taken = []
-        for file, profile in sorted(found, key=lambda item: item[1].measured_at):
-            if self._has(profile):
+        added = []
+        for file, profile in sorted(profiles, key=lambda item: item[1].measured_at):
+            if self._has_same_or_newer(profile):
                 continue
             self.add(profile)
-            taken.append(profile)
+            added.append(profile)
             _log.info(
                 "profile_loaded",
                 path=str(file),
@@ -72,15 +72,15 @@ class ProfileRegistry:
                 target_model=profile.fingerprint.target_model,
                 measured_at=profile.measured_at,
             )
-        return taken
+        return added
 
-    def _has(self, profile: Profile) -> bool:
+    def _has_same_or_newer(self, profile: Profile) -> bool:
         """Returns whether the registry has this profile, or a newer one of its identity."""
         identity = identity_of(profile)
         return any(
-            known.profile_id == profile.profile_id or known.measured_at > profile.measured_at
-            for known in self._profiles
-            if identity_of(known) == identity
+            existing.profile_id == profile.profile_id or existing.measured_at > profile.measured_at
+            for existing in self._profiles
+            if identity_of(existing) == identity
         )
 
     def find(self, spec: EngineSpec) -> Profile | None:
@@ -90,14 +90,14 @@ class ProfileRegistry:
                 return profile
         return None
 
-    def why_none(self, spec: EngineSpec) -> str:
+    def missing_profile_reason(self, spec: EngineSpec) -> str:
         """Explains to people why no profile matches this engine."""
         if not self._profiles:
             return "no profile is loaded: measure one with `controller profile`"
         return "; ".join(
-            f"{profile.profile_id}: {found}"
+            f"{profile.profile_id}: {difference}"
             for profile in reversed(self._profiles[-3:])
-            if (found := mismatch(profile, spec))
+            if (difference := mismatch(profile, spec))
         )
 
     def add(self, profile: Profile) -> None:
@@ -116,7 +116,7 @@ class ProfileRegistry:
             return None
         path = self._directory / f"{identity_of(profile)}.json"
         try:
-            write_whole(path, profile.to_json().encode())
+            write_atomically(path, profile.to_json().encode())
         except OSError as error:
             raise ProfileNotSavedError(
                 f"the profile cannot be saved in {self._directory}: {error.strerror}; nothing was "
@@ -135,7 +135,7 @@ def mismatch(measured: MeasuredEngine, spec: EngineSpec) -> ProfileMismatchError
     return None
 
 
-def require_past(profile: Profile) -> None:
+def require_not_in_future(profile: Profile) -> None:
     """Raises InvalidProfileError for a profile that is dated in the future.
 
     The latest of several measurements is used, so such a profile would displace all later ones.
@@ -150,22 +150,22 @@ def require_past(profile: Profile) -> None:
         )
 
 
-def identity_of(whose: MeasuredEngine | EngineSpec) -> str:
+def identity_of(source: MeasuredEngine | EngineSpec) -> str:
     """Returns a digest of the fields that profiles are matched by: 16 hexadecimal digits."""
     compared = (
-        asdict(replace(whose.fingerprint, shim_version="")),
-        sorted((d.name, d.model, d.revision) for d in whose.drafters),
+        asdict(replace(source.fingerprint, shim_version="")),
+        sorted((d.name, d.model, d.revision) for d in source.drafters),
     )
     return hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
 
 
-def _files(path: Path) -> list[Path]:
+def _profile_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.glob("*.json"))
     return [path]
 
 
-def _read(path: Path) -> Profile:
+def _read_profile(path: Path) -> Profile:
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 
 import structlog
 
-from controller.service.net.limits import Turns
+from controller.service.net.limits import FairQueue
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import StoreUnavailableError
 
 # Applies the result to sessions, and yields after each one.
-Give = Callable[[Sequence[EngineSession]], Generator[None, None, None]]
+DeliverResult = Callable[[Sequence[EngineSession]], Generator[None, None, None]]
 
 _log = structlog.get_logger(__name__)
 
@@ -29,62 +29,66 @@ class SessionSearches:
     """
 
     def __init__(
-        self, goods: str, search: Callable[[EngineSession], Awaitable[Give | None]]
+        self, subject: str, search: Callable[[EngineSession], Awaitable[DeliverResult | None]]
     ) -> None:
-        self._goods = goods
+        self._subject = subject
         self._search = search
         # What each waiting session needs; the one that has waited the longest first.
         self._waiting: dict[EngineSession, str] = {}
         # The sessions of the present search.
-        self._sought: dict[EngineSession, str] = {}
-        self._turns = Turns(1)
-        self._asked = asyncio.Event()
+        self._searching: dict[EngineSession, str] = {}
+        self._search_queue = FairQueue(1)
+        self._requested = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._sought)
+        return len(self._waiting) + len(self._searching)
 
-    def ask(self, session: EngineSession, need: str) -> None:
+    def request(self, session: EngineSession, need: str) -> None:
         """Requests a search for a session; sessions with an equal `need` share a search."""
         self._waiting[session] = need
-        self._asked.set()
+        self._requested.set()
 
-    def withdraw(self, session: EngineSession) -> None:
+    def cancel(self, session: EngineSession) -> None:
         """Cancels the search for a session that has ended."""
         self._waiting.pop(session, None)
-        self._sought.pop(session, None)
+        self._searching.pop(session, None)
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Runs the requested searches, until cancelled."""
         # An interrupted search starts again.
-        self._waiting, self._sought = self._sought | self._waiting, {}
+        self._waiting, self._searching = self._searching | self._waiting, {}
         while True:
-            await self._asked.wait()
+            await self._requested.wait()
             while self._waiting:
                 await self._search_for_first()
-            self._asked.clear()
+            self._requested.clear()
 
     async def _search_for_first(self) -> None:
         session, need = next(iter(self._waiting.items()))
-        self._sought = self._take(need)
+        self._searching = self._pop_waiting(need)
         try:
-            async with self._turns.turn():
-                give = await self._search(session)
-            if give is not None:
+            async with self._search_queue.turn():
+                deliver = await self._search(session)
+            if deliver is not None:
                 # The result is also for sessions that were added meanwhile.  Without a result they
                 # wait for another search: the store may have got the data after this one.
-                self._sought |= self._take(need)
-                await self._turns.take_pieces(give(list(self._sought)))
+                self._searching |= self._pop_waiting(need)
+                await self._search_queue.run_sliced(deliver(list(self._searching)))
         except StoreUnavailableError as error:
             _log.warning(
-                "search_failed", goods=self._goods, engine=session.engine_id, error=str(error)
+                "search_failed", goods=self._subject, engine=session.engine_id, error=str(error)
             )
         except Exception:  # noqa: BLE001  # a failure for one need must not block the others
-            _log.exception("search_failed", goods=self._goods, engine=session.engine_id)
-        self._sought = {}
+            _log.exception("search_failed", goods=self._subject, engine=session.engine_id)
+        self._searching = {}
 
-    def _take(self, need: str) -> dict[EngineSession, str]:
+    def _pop_waiting(self, need: str) -> dict[EngineSession, str]:
         """Removes the sessions with this need from those that wait, and returns them."""
-        taken = {session: its for session, its in self._waiting.items() if its == need}
-        for session in taken:
+        matching = {
+            session: session_need
+            for session, session_need in self._waiting.items()
+            if session_need == need
+        }
+        for session in matching:
             del self._waiting[session]
-        return taken
+        return matching

@@ -22,9 +22,9 @@ from controller.core.training.selective_training import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 
-_LOOK_SECONDS = 1.0
+_SAVE_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -35,17 +35,17 @@ class TrainingStateFiles:
     def __init__(self, directory: Path, registry: SessionRegistry) -> None:
         self._directory = directory
         self._registry = registry
-        self._kept: dict[str, TrainingState] = {}
+        self._saved_states: dict[str, TrainingState] = {}
         # The event loop and its threads write.
-        self._writing = threading.Lock()
-        self._failing = False
+        self._write_lock = threading.Lock()
+        self._is_failing = False
 
-    def known(self, spec: EngineSpec) -> TrainingState | None:
+    def load(self, spec: EngineSpec) -> TrainingState | None:
         """Returns the saved or present state of an engine's training; None without one."""
         path = self._path(spec)
-        before = self._before(path)
-        if before is not None:
-            return before
+        session_state = self._state_in_session(path)
+        if session_state is not None:
+            return session_state
         try:
             state = from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -53,22 +53,24 @@ class TrainingStateFiles:
         except (OSError, UnicodeDecodeError, InvalidTrainingError) as error:
             _log.error("training_state_not_read", path=str(path), error=str(error))
             return None
-        self._kept[path.name] = _lasting(state)
+        self._saved_states[path.name] = _without_averages(state)
         return state
 
-    def tell(self, session: EngineSession) -> None:
+    def save_final(self, session: EngineSession) -> None:
         """Writes a session's state, averages included, when the session ends."""
         training, path = session.core.updates.training, self._path(session.spec)
         if training is not None and training.state.measured:
             self._write(path, training)
         # Only open sessions need the saved state: the file is read again for the next session.
-        self._kept.pop(path.name, None)
+        self._saved_states.pop(path.name, None)
 
-    async def keep(self, session: EngineSession) -> None:
+    async def save_if_changed(self, session: EngineSession) -> None:
         """Writes a session's state if anything but its averages has changed."""
         training = session.core.updates.training
         path = self._path(session.spec)
-        if training is None or self._kept.get(path.name) == _lasting(training.state):
+        if training is None or self._saved_states.get(path.name) == _without_averages(
+            training.state
+        ):
             return
         if not training.state.measured and not training.state.round:
             return
@@ -76,30 +78,30 @@ class TrainingStateFiles:
 
     def _write(self, path: Path, training: SelectiveTraining) -> None:
         """Writes the present state, one at a time, so that no older state replaces a newer one."""
-        with self._writing:
+        with self._write_lock:
             state = training.state
             try:
-                write_whole(path, to_json(state).encode())
+                write_atomically(path, to_json(state).encode())
             except OSError as error:
-                if not self._failing:
+                if not self._is_failing:
                     _log.error("training_state_not_written", path=str(path), error=error.strerror)
-                self._failing = True
+                self._is_failing = True
                 return
-            self._failing = False
-            self._note(path, state)
+            self._is_failing = False
+            self._record_saved(path, state)
 
-    def _note(self, path: Path, state: TrainingState) -> None:
-        before = self._kept.get(path.name)
-        self._kept[path.name] = _lasting(state)
-        if before is not None and before.version != state.version:
+    def _record_saved(self, path: Path, state: TrainingState) -> None:
+        previous_state = self._saved_states.get(path.name)
+        self._saved_states[path.name] = _without_averages(state)
+        if previous_state is not None and previous_state.version != state.version:
             _log.info(
                 "draft_version",
                 version=state.version,
-                before=before.version,
-                outcome=_reason(before, state),
+                before=previous_state.version,
+                outcome=_version_reason(previous_state, state),
             )
 
-    def _before(self, path: Path) -> TrainingState | None:
+    def _state_in_session(self, path: Path) -> TrainingState | None:
         """Returns the state of an older session of the same engine."""
         for session in self._registry:
             training = session.core.updates.training
@@ -110,9 +112,9 @@ class TrainingStateFiles:
     async def watch(self) -> None:
         """Writes changed states periodically, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_SAVE_SECONDS)
             for session in self._registry:
-                await self.keep(session)
+                await self.save_if_changed(session)
 
     def _path(self, spec: EngineSpec) -> Path:
         target, drafter = spec.fingerprint, spec.learner
@@ -124,13 +126,13 @@ class TrainingStateFiles:
         return self._directory / f"{name}.json"
 
 
-def _reason(before: TrainingState, state: TrainingState) -> str:
+def _version_reason(previous_state: TrainingState, state: TrainingState) -> str:
     """Names the reason why another version is to serve."""
-    if state.history and state.history != before.history:
+    if state.history and state.history != previous_state.history:
         return state.history[-1].outcome
     return "learnt"
 
 
-def _lasting(state: TrainingState) -> TrainingState:
+def _without_averages(state: TrainingState) -> TrainingState:
     """Returns the state without the numbers that change in every step."""
     return replace(state, measured=0, short=0.0, long=0.0)

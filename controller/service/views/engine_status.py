@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Any
 
-from controller.core.engine.prediction_audit import gains
+from controller.core.engine.prediction_audit import estimate_gains
 from controller.service.sessions.session import EngineSession
 from controller.service.state.active_overrides import ActiveOverride
-from controller.wire.engines import lost_text, lost_to_proto
+from controller.wire.engines import lost_capability_text, lost_capability_to_proto
 from controller.wire.explanations import ArmValue, Explanation, PositionEstimate, explain
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
@@ -20,7 +20,7 @@ from controller.wire.overrides import override_to_proto
 # Half the width of a 95 % interval, in standard deviations.
 _Z = 1.96
 # Fields of an explanation that the page shows unchanged.
-_EVIDENCE = (
+_EVIDENCE_FIELDS = (
     "switches", "shifts", "probes", "probe_steps", "switch_seconds", "traffic_states",
     "probe_share", "margin", "policy", "profile_id", "cost_outliers", "kv_tokens_per_sequence",
     "warm_start",
@@ -39,21 +39,21 @@ class EngineSnapshot:
     chosen: ArmValue
 
     @classmethod
-    def of(cls, session: EngineSession) -> "EngineSnapshot":
+    def from_session(cls, session: EngineSession) -> "EngineSnapshot":
         """Makes a snapshot of a session."""
-        last = session.last_report
-        explanation = explain(session.core, last.batch_size if last else 1)
+        last_report = session.last_report
+        explanation = explain(session.core, last_report.batch_size if last_report else 1)
         return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))
 
     @property
     def drafts_by_length(self) -> list[int]:
         """Returns the drafts by accepted tokens, from 0 to the engine's largest draft length."""
-        return _filled(self.session.counters.drafts_by_length, self._gamma_max + 1)
+        return _pad_zeros(self.session.counters.drafts_by_length, self._gamma_max + 1)
 
     @property
     def accepted_by_position(self) -> list[int]:
         """Returns accepted draft tokens by position, up to the engine's largest draft length."""
-        return _filled(self.session.counters.accepted_by_position, self._gamma_max)
+        return _pad_zeros(self.session.counters.accepted_by_position, self._gamma_max)
 
     @property
     def _gamma_max(self) -> int:
@@ -66,10 +66,10 @@ class EngineSnapshot:
         See `prediction_audit`.
         """
         values = {value.arm: value.tokens_per_second for value in self.explanation.arms}
-        return gains(values, self.session.spec, self.chosen.arm)
+        return estimate_gains(values, self.session.spec, self.chosen.arm)
 
 
-def _filled(counts: list[int], length: int) -> list[int]:
+def _pad_zeros(counts: list[int], length: int) -> list[int]:
     """Appends zeros, so that every series exists from the start."""
     return counts + [0] * (length - len(counts))
 
@@ -112,23 +112,23 @@ class EngineLine:
     warnings: tuple[str, ...] = ()
 
 
-def no_line(session: EngineSession, why: str) -> EngineLine:
-    """Makes a line for an engine that cannot be shown.  why: the reason, for people."""
+def unavailable_line(session: EngineSession, reason: str) -> EngineLine:
+    """Makes a line for an engine that cannot be shown.  reason: the reason, for people."""
     return EngineLine(
-        session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
-        "", "", (), (), why,
+        session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", reason, 0.0, 0.0,
+        "", "", (), (), reason,
     )  # fmt: skip
 
 
-def line_of(view: EngineSnapshot) -> EngineLine:
+def engine_line(view: EngineSnapshot) -> EngineLine:
     """Makes the line of an engine: estimates of `view`, and the live state of its session."""
     session, history = view.session, view.session.history
-    last, plan = session.last_report, session.plan
-    arm = plan.row_for(last.batch_size if last else 1).arm
+    last_report, plan = session.last_report, session.plan
+    arm = plan.row_for(last_report.batch_size if last_report else 1).arm
     return EngineLine(
         engine_id=session.engine_id,
         target_model=session.spec.fingerprint.target_model,
-        batch_size=last.batch_size if last else 0,
+        batch_size=last_report.batch_size if last_report else 0,
         drafter=arm.drafter,
         gamma=arm.gamma,
         accept_length=history.accept_length,
@@ -140,22 +140,24 @@ def line_of(view: EngineSnapshot) -> EngineLine:
         reason_detail=plan.reason_detail,
         plan_age_seconds=session.plan_age_seconds,
         seconds_since_report=session.seconds_since_last_report,
-        link=_link(view),
+        link=_link_state(view),
         costs=view.explanation.prior or "profile",
         overrides=plan.overrides,
-        lost=tuple(lost_text(lost_to_proto(loss)) for loss in session.spec.lost),
+        lost=tuple(
+            lost_capability_text(lost_capability_to_proto(loss)) for loss in session.spec.lost
+        ),
         generated_per_second=history.generated_per_second,
         warnings=tuple(warning.found for warning in view.explanation.warnings),
     )
 
 
-def _link(view: EngineSnapshot) -> str:
+def _link_state(view: EngineSnapshot) -> str:
     session = view.session
-    if not session.listeners:
+    if not session.open_streams:
         return "away"
     if session.last_report is None:
         return "waiting"
-    return "alone" if session.counters.alone else "steered"
+    return "alone" if session.counters.last_step_unsteered else "steered"
 
 
 def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
@@ -166,8 +168,8 @@ def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
         "drafters": [drafter.name for drafter in view.session.spec.drafters],
         "costs": _costs(explanation),
         "survival": survival_curves(explanation.positions),
-        "trail": [change.plain() for change in reversed(view.session.plan_log)],
-        "evidence": {name: getattr(explanation, name) for name in _EVIDENCE}
+        "trail": [change.as_dict() for change in reversed(view.session.plan_log)],
+        "evidence": {name: getattr(explanation, name) for name in _EVIDENCE_FIELDS}
         | {"bound": _bound(explanation)},
     }
 
@@ -185,7 +187,7 @@ def _bound(explanation: Explanation) -> dict[str, Any] | None:
         "override_id": state.bound.override_id,
         "expected_seconds": state.expected_seconds,
         "kept": state.is_kept,
-        "binds": state.binds,
+        "binds": state.is_binding,
         "kept_up_to": state.kept_up_to,
     }
 
@@ -228,39 +230,39 @@ def survival_curves(positions: Sequence[PositionEstimate]) -> list[dict[str, Any
     The variance of ln s_k is the sum of (deviation / a)^2 up to k (delta method, independent
     positions).
     """
-    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, dict[str, Any]] = {}
     for estimate in positions:
         if estimate.label:
             continue
-        curve = found.setdefault(
+        curve = curves.setdefault(
             estimate.drafter,
             {"drafter": estimate.drafter, "survival": [], "low": [], "high": [], "exposures": []},
         )
-        before = curve["survival"][-1] if curve["survival"] else 1.0
+        previous_survival = curve["survival"][-1] if curve["survival"] else 1.0
         mean = max(estimate.conditional_acceptance, 1e-6)
         variance = curve.get("variance", 0.0) + (estimate.deviation / mean) ** 2
         width = exp(_Z * sqrt(variance))
         curve["variance"] = variance
-        curve["survival"].append(before * mean)
-        curve["low"].append(before * mean / width)
-        curve["high"].append(min(1.0, before * mean * width))
+        curve["survival"].append(previous_survival * mean)
+        curve["low"].append(previous_survival * mean / width)
+        curve["high"].append(min(1.0, previous_survival * mean * width))
         curve["exposures"].append(estimate.exposures)
-    for curve in found.values():
+    for curve in curves.values():
         del curve["variance"]
-    return list(found.values())
+    return list(curves.values())
 
 
-def override_line(held: ActiveOverride) -> dict[str, Any]:
+def override_line(active: ActiveOverride) -> dict[str, Any]:
     """Describes an override in force.  ends_at: Unix seconds, None without an end."""
-    override = held.override
+    override = active.override
     message = override_to_proto(override)
-    left = held.remaining_seconds
+    seconds_left = active.remaining_seconds
     return {
         "override_id": override.override_id,
         "scope": scope_text(message),
         "rule": rule_text(message),
-        "author": f"{override.author} {held.origin}".rstrip(),
+        "author": f"{override.author} {active.origin}".rstrip(),
         "reason": override.reason,
-        "created_at": held.created_at,
-        "ends_at": None if left is None else time.time() + left,
+        "created_at": active.created_at,
+        "ends_at": None if seconds_left is None else time.time() + seconds_left,
     }

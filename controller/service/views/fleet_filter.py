@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from controller.service.net.errors import InvalidQuestionError
-from controller.service.net.limits import READS_WAITING, Turns
+from controller.service.net.limits import WAITING_READS_MAX, FairQueue
 from controller.service.views.fleet_view import (
     Fleet,
     FleetEngine,
@@ -21,12 +21,12 @@ from controller.service.views.fleet_view import (
 )
 
 # Characters and words of a filter: each word takes some milliseconds for 20,000 engines.
-FILTER_MAX: Final = 256
+FILTER_CHARACTERS_MAX: Final = 256
 FILTER_WORDS_MAX: Final = 16
 # Selections of one view that are cached for equal filters.
-_KEPT_MAX = 16
+_SELECTIONS_MAX = 16
 # Engines between two points where the work may be interrupted, a few microseconds each.
-_CHUNK = 16
+_CHUNK_ENGINES = 16
 
 _FIELDS: Mapping[str, Callable[[FleetEngine], Sequence[str]]] = {
     "sidecar": lambda engine: [engine.sidecar],
@@ -42,10 +42,10 @@ _SEARCHED = ("engine", "sidecar", "model", "drafter", "override")
 
 
 _Matches = Callable[[FleetEngine], bool]
-# Engines in a page of the list, at most and by default; characters of its `after`.
+# Engines in a page of the list, at most and by default; characters of its `engines_after`.
 LIMIT_MAX: Final = 1000
-LIMIT: Final = 200
-_AFTER_MAX = 192
+LIMIT_DEFAULT: Final = 200
+_AFTER_CHARACTERS_MAX = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Selection:
     keys: Sequence[str]
     totals: FleetTotals
 
-    def after(self, key: str, most: int) -> Sequence[FleetEngine]:
-        """Returns the engines that follow a key, `most` of them at most."""
+    def engines_after(self, key: str, count_max: int) -> Sequence[FleetEngine]:
+        """Returns the engines that follow a key, `count_max` of them at most."""
         start = bisect_right(self.keys, key)
-        return self.engines[start : start + most]
+        return self.engines[start : start + count_max]
 
 
 class FleetSearch:
@@ -72,55 +72,56 @@ class FleetSearch:
     turns: the queue of other lists on this server.
     """
 
-    def __init__(self, fleet_view: FleetView, turns: Turns) -> None:
+    def __init__(self, fleet_view: FleetView, read_queue: FairQueue) -> None:
         self._fleet_view = fleet_view
-        self._turns = turns
-        self._selecting = Turns(READS_WAITING)
+        self._read_queue = read_queue
+        self._select_queue = FairQueue(WAITING_READS_MAX)
         # Selections of the newest view, by filter.
-        self._kept: dict[str, Selection] = {}
+        self._selections: dict[str, Selection] = {}
 
     async def select(self, text: str) -> Selection:
         """Returns the matching engines.  Raises InvalidQuestionError, TooManyCallsError."""
-        matches = _matcher(text)
-        fleet = await self._fleet_view.look()
-        if (known := self._known(fleet, text)) is not None:
-            return known
-        async with self._selecting.turn():
+        matches = _parse_filter(text)
+        fleet = await self._fleet_view.current_view()
+        if (cached := self._cached_selection(fleet, text)) is not None:
+            return cached
+        async with self._select_queue.turn():
             # Another call may have made it meanwhile.
-            if (known := self._known(fleet, text)) is not None:
-                return known
-            found = await self._turns.take_pieces(_selecting(fleet, matches))
-            if len(self._kept) >= _KEPT_MAX or any(
-                kept.fleet is not fleet for kept in self._kept.values()
+            if (cached := self._cached_selection(fleet, text)) is not None:
+                return cached
+            selection = await self._read_queue.run_sliced(_select_engines(fleet, matches))
+            if len(self._selections) >= _SELECTIONS_MAX or any(
+                stored_selection.fleet is not fleet
+                for stored_selection in self._selections.values()
             ):
-                self._kept.clear()
-            self._kept[text] = found
-        return found
+                self._selections.clear()
+            self._selections[text] = selection
+        return selection
 
-    def _known(self, fleet: Fleet, text: str) -> Selection | None:
-        known = self._kept.get(text)
-        return known if known is not None and known.fleet is fleet else None
+    def _cached_selection(self, fleet: Fleet, text: str) -> Selection | None:
+        selection = self._selections.get(text)
+        return selection if selection is not None and selection.fleet is fleet else None
 
 
-def _selecting(fleet: Fleet, matches: _Matches) -> Generator[None, None, Selection]:
+def _select_engines(fleet: Fleet, matches: _Matches) -> Generator[None, None, Selection]:
     engines, keys, tally = list[FleetEngine](), list[str](), FleetTally()
     for number, engine in enumerate(fleet.engines, 1):
         if matches(engine):
             engines.append(engine)
             keys.append(engine.key)
             tally.add(engine)
-        if number % _CHUNK == 0:
+        if number % _CHUNK_ENGINES == 0:
             yield
     return Selection(fleet, engines, keys, tally.totals())
 
 
-def _matcher(text: str) -> _Matches:
+def _parse_filter(text: str) -> _Matches:
     """Parses a filter.  Raises InvalidQuestionError."""
-    if len(text) > FILTER_MAX:
-        raise _refusal(f"has {len(text)} characters, and {FILTER_MAX} are allowed")
+    if len(text) > FILTER_CHARACTERS_MAX:
+        raise _filter_error(f"has {len(text)} characters, and {FILTER_CHARACTERS_MAX} are allowed")
     words = text.split()
     if len(words) > FILTER_WORDS_MAX:
-        raise _refusal(f"has {len(words)} words, and {FILTER_WORDS_MAX} are allowed")
+        raise _filter_error(f"has {len(words)} words, and {FILTER_WORDS_MAX} are allowed")
     exact, searched = list[tuple[str, str]](), list[str]()
     for word in words:
         name, equals, value = word.partition("=")
@@ -129,21 +130,23 @@ def _matcher(text: str) -> _Matches:
         elif name in _FIELDS:
             exact.append((name, value))
         else:
-            raise _refusal(f"names the field {name[:40]!r}: there are {', '.join(_FIELDS)}")
+            raise _filter_error(f"names the field {name[:40]!r}: there are {', '.join(_FIELDS)}")
 
     def matches(engine: FleetEngine) -> bool:
         if not all(value in _FIELDS[name](engine) for name, value in exact):
             return False
         # No word contains a space or a line break.
-        names = "\n".join(found for field in _SEARCHED for found in _FIELDS[field](engine))
+        names = "\n".join(
+            field_value for field in _SEARCHED for field_value in _FIELDS[field](engine)
+        )
         folded = names.casefold() if searched else ""
         return all(word in folded for word in searched)
 
     return matches
 
 
-def _refusal(why: str) -> InvalidQuestionError:
-    return InvalidQuestionError(f"the filter {why}", field_path="filter")
+def _filter_error(problem: str) -> InvalidQuestionError:
+    return InvalidQuestionError(f"the filter {problem}", field_path="filter")
 
 
 def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, Any]:
@@ -153,17 +156,17 @@ def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, An
     """
     if not 1 <= limit <= LIMIT_MAX:
         raise InvalidQuestionError(f"limit {limit} must be in [1, {LIMIT_MAX}]")
-    if len(after) > _AFTER_MAX:
+    if len(after) > _AFTER_CHARACTERS_MAX:
         raise InvalidQuestionError("`after` is not a value of this sidecar: start without it")
-    fleet, ahead = selection.fleet, selection.after(after, limit + 1)
+    fleet, engines = selection.fleet, selection.engines_after(after, limit + 1)
     return {
         "shared": fleet.shared,
         "trouble": fleet.trouble,
         "refused": fleet.refused,
         "left_out": fleet.left_out,
         "totals": asdict(selection.totals),
-        "engines": [engine_values(engine) for engine in ahead[:limit]],
-        "next": ahead[limit - 1].key if len(ahead) > limit else "",
+        "engines": [engine_values(engine) for engine in engines[:limit]],
+        "next": engines[limit - 1].key if len(engines) > limit else "",
     }
 
 

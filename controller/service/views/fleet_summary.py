@@ -31,8 +31,8 @@ import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.service.views.engine_status import EngineLine
 from controller.service.views.status_cache import StatusCache
-from controller.store.interface import StoreUnavailableError, SummaryBoard
-from controller.util.text import printable
+from controller.store.interface import StoreUnavailableError, SummaryStore
+from controller.util.text import to_printable
 
 # Engines of one summary, and its bytes.
 ENGINES_MAX: Final = 1024
@@ -40,8 +40,8 @@ BYTES_MAX: Final = 512 * 1024
 # Override ids that an engine's entry lists; further ones are counted.
 OVERRIDES_MAX: Final = 8
 # The shortest and the longest time between two summaries of a sidecar.
-EVERY_SECONDS: Final = (0.1, 120.0)
-_WORDS_MAX = 200
+INTERVAL_SECONDS_RANGE: Final = (0.1, 120.0)
+_TEXT_CHARACTERS_MAX = 200
 _AMOUNT_MAX = 1e12
 _STRICT = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 _Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
@@ -51,7 +51,7 @@ PUBLISH_SECONDS = 5.0
 # The largest share of the event loop's time for summaries: many engines are published less often.
 _SHARE_MAX = 0.01
 # Time limit for removing the summary when the sidecar stops.
-_LAST_WORDS_SECONDS = 1.0
+_CLOSE_TIMEOUT_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ def _printable(text: str) -> str:
     return text
 
 
-_Words = Annotated[str, Field(max_length=_WORDS_MAX), AfterValidator(_printable)]
+_Text = Annotated[str, Field(max_length=_TEXT_CHARACTERS_MAX), AfterValidator(_printable)]
 
 
 @with_config(_STRICT)
@@ -74,19 +74,19 @@ class EngineSummary:
     """
 
     engine_id: _Id
-    target_model: _Words
+    target_model: _Text
     batch_size: Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]
-    drafter: _Words
+    drafter: _Text
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
     link: Literal["steered", "alone", "away", "waiting", ""]
-    reason: _Words
+    reason: _Text
     seconds_since_report: _Amount
     accept_length: _Amount | None = None
     tokens_per_second: _Amount | None = None
     gain: _Amount | None = None
     overrides: Annotated[tuple[_Id, ...], Field(max_length=OVERRIDES_MAX)] = ()
     more_overrides: _Count = 0
-    unavailable: _Words = ""
+    unavailable: _Text = ""
     generated_per_second: _Amount | None = None
 
 
@@ -100,9 +100,11 @@ class SidecarSummary:
     """
 
     format: Literal["speculation-fleet/1"]
-    sidecar: Annotated[_Words, Field(min_length=1)]
-    version: _Words
-    every_seconds: Annotated[float, Field(ge=EVERY_SECONDS[0], le=EVERY_SECONDS[1])]
+    sidecar: Annotated[_Text, Field(min_length=1)]
+    version: _Text
+    every_seconds: Annotated[
+        float, Field(ge=INTERVAL_SECONDS_RANGE[0], le=INTERVAL_SECONDS_RANGE[1])
+    ]
     left_out: _Count
     engines: Annotated[list[Any], Field(max_length=ENGINES_MAX)]
 
@@ -118,9 +120,9 @@ class FleetMember:
     name: str
 
     @classmethod
-    def of_this_process(cls) -> Self:
+    def from_this_process(cls) -> Self:
         """Uses the host name, which is the pod's name in Kubernetes."""
-        return cls(secrets.token_hex(8), _short(socket.gethostname()) or "unnamed")
+        return cls(secrets.token_hex(8), _shorten(socket.gethostname()) or "unnamed")
 
 
 _SIDECAR = TypeAdapter(SidecarSummary)
@@ -132,20 +134,20 @@ def summary_of(line: EngineLine) -> EngineSummary:
     """Makes a summary; long texts are shortened, ids never are."""
     return EngineSummary(
         engine_id=line.engine_id,
-        target_model=_short(line.target_model),
+        target_model=_shorten(line.target_model),
         batch_size=line.batch_size,
         drafter=line.drafter,
         gamma=line.gamma,
         link=line.link,  # type: ignore[arg-type]  # EngineLine names the same
         reason=line.reason,
-        seconds_since_report=_amount(line.seconds_since_report) or 0.0,
-        accept_length=_amount(line.accept_length),
-        tokens_per_second=_amount(line.tokens_per_second),
-        gain=_amount(line.gain),
+        seconds_since_report=_finite_amount(line.seconds_since_report) or 0.0,
+        accept_length=_finite_amount(line.accept_length),
+        tokens_per_second=_finite_amount(line.tokens_per_second),
+        gain=_finite_amount(line.gain),
         overrides=line.overrides[:OVERRIDES_MAX],
         more_overrides=len(line.overrides[OVERRIDES_MAX:]),
-        unavailable=_short(line.unavailable),
-        generated_per_second=_amount(line.generated_per_second),
+        unavailable=_shorten(line.unavailable),
+        generated_per_second=_finite_amount(line.generated_per_second),
     )
 
 
@@ -154,19 +156,19 @@ def encode_summary(
 ) -> bytes:
     """Encodes a sidecar's summary; engines beyond its bounds are left out and counted."""
     head = SidecarSummary("speculation-fleet/1", sidecar, version, every_seconds, 0, [])
-    room = BYTES_MAX - len(_json(asdict(head))) - len(str(10**7))
-    kept: list[str] = []
+    bytes_left = BYTES_MAX - len(_json(asdict(head))) - len(str(10**7))
+    engine_texts: list[str] = []
     left_out = 0
     for engine in engines:
         text = _json({k: v for k, v in asdict(engine).items() if v != _DEFAULTS[k]})
-        room -= len(text) + 1
-        if room < 0 or len(kept) == ENGINES_MAX:
+        bytes_left -= len(text) + 1
+        if bytes_left < 0 or len(engine_texts) == ENGINES_MAX:
             left_out += 1
         else:
-            kept.append(text)
+            engine_texts.append(text)
     values = asdict(head) | {"left_out": left_out}
     del values["engines"]
-    return f'{_json(values)[:-1]},"engines":[{",".join(kept)}]}}'.encode()
+    return f'{_json(values)[:-1]},"engines":[{",".join(engine_texts)}]}}'.encode()
 
 
 def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], int]:
@@ -175,7 +177,7 @@ def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], in
     Raises ValueError for a text that is not a summary.
     """
     head = _SIDECAR.validate_json(body)
-    found: dict[str, EngineSummary] = {}
+    engines: dict[str, EngineSummary] = {}
     refused = 0
     for item in head.engines:
         try:
@@ -184,9 +186,9 @@ def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], in
         except ValueError:
             refused += 1
             continue
-        refused += engine.engine_id in found
-        found.setdefault(engine.engine_id, engine)
-    return head, list(found.values()), refused
+        refused += engine.engine_id in engines
+        engines.setdefault(engine.engine_id, engine)
+    return head, list(engines.values()), refused
 
 
 def _json(values: Any) -> str:
@@ -194,21 +196,21 @@ def _json(values: Any) -> str:
     return json.dumps(values, separators=(",", ":"), allow_nan=True)
 
 
-def _amount(value: float | None) -> float | None:
+def _finite_amount(value: float | None) -> float | None:
     """Limits a number to the range that readers accept; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{min(max(value, 0.0), _AMOUNT_MAX):.6g}")
 
 
-def _short(words: str) -> str:
+def _shorten(words: str) -> str:
     """Truncates a text and replaces unprintable characters, which readers would refuse."""
-    shown = printable(words)
-    return shown if len(shown) <= _WORDS_MAX else shown[: _WORDS_MAX - 1] + "…"
+    shown = to_printable(words)
+    return shown if len(shown) <= _TEXT_CHARACTERS_MAX else shown[: _TEXT_CHARACTERS_MAX - 1] + "…"
 
 
 @dataclass(slots=True)
-class Published:
+class PublishCounts:
     """Counts summaries since the start.  failed: those that the store refused."""
 
     written: int = 0
@@ -219,32 +221,32 @@ class Published:
 class FleetPublisher:
     """Publishes this sidecar's summary.  board: None without a shared store."""
 
-    board: SummaryBoard | None
+    board: SummaryStore | None
     status_cache: StatusCache
-    me: FleetMember
-    published: Published = field(default_factory=Published, init=False)
-    _began: bool = field(default=False, init=False)
+    member: FleetMember
+    published: PublishCounts = field(default_factory=PublishCounts, init=False)
+    _has_published: bool = field(default=False, init=False)
 
     async def close(self) -> None:
         """Removes the summary, so that a stopped sidecar is not shown as silent."""
-        if self.board is None or not self._began:
+        if self.board is None or not self._has_published:
             return
         with contextlib.suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await self.board.remove(self.me.source)
+            async with asyncio.timeout(_CLOSE_TIMEOUT_SECONDS):
+                await self.board.remove(self.member.source)
 
     async def publish(self) -> None:
         """Publishes periodically, until cancelled."""
         assert self.board is not None
         board, trouble = self.board, ""
-        self._began = True
+        self._has_published = True
         while True:
             lines = await self.status_cache.lines()
-            every = self._seconds()
+            interval_seconds = self._interval_seconds()
             # In a thread: a thousand engines take some tens of milliseconds.
-            body = await asyncio.to_thread(self._encoded, lines, every)
+            body = await asyncio.to_thread(self._encode, lines, interval_seconds)
             try:
-                await board.put(self.me.source, body)
+                await board.put(self.member.source, body)
             except StoreUnavailableError as error:
                 self.published.failed += 1
                 if not trouble:
@@ -255,13 +257,13 @@ class FleetPublisher:
                 if trouble:
                     _log.info("fleet_published_again")
                 trouble = ""
-            await asyncio.sleep(every * random.uniform(0.8, 1.2))
+            await asyncio.sleep(interval_seconds * random.uniform(0.8, 1.2))
 
-    def _encoded(self, lines: Sequence[EngineLine], every_seconds: float) -> bytes:
+    def _encode(self, lines: Sequence[EngineLine], every_seconds: float) -> bytes:
         engines = map(summary_of, lines)
-        return encode_summary(self.me.name, controller.__version__, every_seconds, engines)
+        return encode_summary(self.member.name, controller.__version__, every_seconds, engines)
 
-    def _seconds(self) -> float:
+    def _interval_seconds(self) -> float:
         """Returns the seconds until the next summary."""
-        busy = self.status_cache.lines_seconds
-        return min(max(PUBLISH_SECONDS, busy / _SHARE_MAX), EVERY_SECONDS[1])
+        busy_seconds = self.status_cache.lines_seconds
+        return min(max(PUBLISH_SECONDS, busy_seconds / _SHARE_MAX), INTERVAL_SECONDS_RANGE[1])

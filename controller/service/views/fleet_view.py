@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
-from controller.service.net.limits import Turns
+from controller.service.net.limits import FairQueue
 from controller.service.views.engine_status import EngineLine
 from controller.service.views.fleet_summary import (
     EngineSummary,
@@ -27,23 +27,23 @@ from controller.service.views.fleet_summary import (
     summary_of,
 )
 from controller.service.views.status_cache import StatusCache
-from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryBoard
+from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryStore
 from controller.util import tasks
 from controller.util.tasks import BackgroundTasks
 
 # How long a request waits for the store.
-_PATIENCE_SECONDS = 0.5
+_STORE_WAIT_SECONDS = 0.5
 # Engines of one view.
 ENGINES_MAX: Final = 20_000
-_SECONDS = 2.0
+_REFRESH_SECONDS = 2.0
 # The largest share of time for reading.
 _SHARE_MAX = 0.05
 # How long a thread parses summaries at a time.
-_PIECE_SECONDS = 0.005
+_SLICE_SECONDS = 0.005
 # A sidecar is silent if this many of its intervals have passed, plus some time for the store.
-_OVERDUE, _SLACK_SECONDS = 3, 5.0
+_OVERDUE_INTERVALS, _SLACK_SECONDS = 3, 5.0
 SILENT: Final = "silent"
-_ALONE = "this sidecar shares no store with others (CONTROLLER_REDIS_URL)"
+_NOT_SHARED_REASON = "this sidecar shares no store with others (CONTROLLER_REDIS_URL)"
 
 # The total in which an engine's link is counted.
 _LINKS: Final = {
@@ -54,10 +54,10 @@ _LINKS: Final = {
     "": "unlinked",
 }
 # The totals that are counts of engines.
-_COUNTED: Final = (
+_COUNT_FIELDS: Final = (
     "engines", "steered", "unsteered", "waiting", "silent", "unavailable", "off", "overridden",
 )  # fmt: skip
-_NOT_READ = "the store has not answered yet"
+_NOT_READ_REASON = "the store has not answered yet"
 
 _log = structlog.get_logger(__name__)
 
@@ -179,7 +179,7 @@ class FleetTally:
             sidecars=len(self._sources),
             generated_per_second=self._generated,
             tokens_gained_per_second=self._gained,
-            **{name: self._counts[name] for name in _COUNTED},
+            **{name: self._counts[name] for name in _COUNT_FIELDS},
         )
 
 
@@ -195,23 +195,25 @@ def totals_of(engines: Iterable[FleetEngine]) -> FleetTotals:
 class FleetView:
     """Makes the view of the fleet; there is one per sidecar."""
 
-    board: SummaryBoard | None
+    board: SummaryStore | None
     status_cache: StatusCache
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._me = FleetMember.of_this_process()
-        self.publisher = FleetPublisher(self.board, self.status_cache, self._me)
-        self._others = Fleet((), self.board is not None, _NOT_READ if self.board else _ALONE)
+        self._member = FleetMember.from_this_process()
+        self.publisher = FleetPublisher(self.board, self.status_cache, self._member)
+        self._other_engines = Fleet(
+            (), self.board is not None, _NOT_READ_REASON if self.board else _NOT_SHARED_REASON
+        )
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
-        self._under_way = BackgroundTasks()
+        self._background_tasks = BackgroundTasks()
         # The newest view, its inputs, and until when it is fresh.
-        self._fleet = self._others
-        self._made_of: tuple[Sequence[EngineLine], Fleet] | None = None
-        self._good_until = -math.inf
-        self._making = asyncio.Lock()
-        self._turns = Turns(1)
+        self._fleet = self._other_engines
+        self._view_inputs: tuple[Sequence[EngineLine], Fleet] | None = None
+        self._view_fresh_until = -math.inf
+        self._view_lock = asyncio.Lock()
+        self._parse_queue = FairQueue(1)
         self._refused = 0
 
     @property
@@ -225,9 +227,9 @@ class FleetView:
     async def close(self) -> None:
         """Removes this sidecar's summary, and cancels a reading under way."""
         await self.publisher.close()
-        await self._under_way.close()
+        await self._background_tasks.close()
 
-    async def look(self) -> Fleet:
+    async def current_view(self) -> Fleet:
         """Returns the view.  It never fails, whatever the store contains.
 
         It returns the same object until the engines have been read again.
@@ -235,49 +237,56 @@ class FleetView:
         lines = await self.status_cache.lines()
         if self.board is not None and self.clock.now() >= self._fresh_until:
             if self._reading is None or self._reading.done():
-                self._reading = self._under_way.start("read the fleet", self._read(self.board))
-            await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
-        async with self._making:
-            if self._made_of is None or (
-                (self._made_of[0] is not lines or self._made_of[1] is not self._others)
-                and self.clock.now() >= self._good_until
+                self._reading = self._background_tasks.start(
+                    "read the fleet", self._read_board(self.board)
+                )
+            await asyncio.wait([self._reading], timeout=_STORE_WAIT_SECONDS)
+        async with self._view_lock:
+            if self._view_inputs is None or (
+                (
+                    self._view_inputs[0] is not lines
+                    or self._view_inputs[1] is not self._other_engines
+                )
+                and self.clock.now() >= self._view_fresh_until
             ):
-                await self._make(lines)
+                await self._update_view(lines)
         return self._fleet
 
-    async def _make(self, lines: Sequence[EngineLine]) -> None:
-        others, began = self._others, time.monotonic()
+    async def _update_view(self, lines: Sequence[EngineLine]) -> None:
+        other_engines, began = self._other_engines, time.monotonic()
         # In a thread, because a large fleet would delay steering.
-        made = asyncio.to_thread(_merged, self._me, lines, others)
-        self._fleet = await tasks.finish(made)
-        self._made_of = lines, others
-        self._good_until = self.clock.now() + (time.monotonic() - began) / _SHARE_MAX
+        merging = asyncio.to_thread(_merge_fleet, self._member, lines, other_engines)
+        self._fleet = await tasks.run_to_completion(merging)
+        self._view_inputs = lines, other_engines
+        self._view_fresh_until = self.clock.now() + (time.monotonic() - began) / _SHARE_MAX
 
-    async def _read(self, board: SummaryBoard) -> None:
-        busy = 0.0
+    async def _read_board(self, board: SummaryStore) -> None:
+        busy_seconds = 0.0
         try:
             stored = await board.read()
             began = time.monotonic()
-            parsing = _Parsing(stored, self._me.source)
+            parsing = _SummaryParser(stored, self._member.source)
             while not parsing.is_done:
-                async with self._turns.turn():
-                    await asyncio.to_thread(parsing.go_on)
-            found = parsing.fleet()
-            busy = time.monotonic() - began
+                async with self._parse_queue.turn():
+                    await asyncio.to_thread(parsing.parse_some)
+            fleet = parsing.fleet()
+            busy_seconds = time.monotonic() - began
         except StoreUnavailableError as error:
-            found = Fleet((), shared=True, trouble=f"the store is unavailable: {error}")
-        if found.refused and found.refused != self._others.refused:
-            _log.warning("fleet_entries_refused", entries=found.refused)
-        self._refused += found.refused
-        self._others = found
-        self._fresh_until = self.clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+            fleet = Fleet((), shared=True, trouble=f"the store is unavailable: {error}")
+        if fleet.refused and fleet.refused != self._other_engines.refused:
+            _log.warning("fleet_entries_refused", entries=fleet.refused)
+        self._refused += fleet.refused
+        self._other_engines = fleet
+        self._fresh_until = self.clock.now() + max(_REFRESH_SECONDS, busy_seconds / _SHARE_MAX)
 
 
-class _Parsing:
+class _SummaryParser:
     """Parses the summaries of other sidecars in slices, for a thread."""
 
-    def __init__(self, stored: Summaries, own: str) -> None:
-        self._texts = [summary for summary in reversed(stored.found) if summary.source != own]
+    def __init__(self, stored: Summaries, own_source: str) -> None:
+        self._texts = [
+            summary for summary in reversed(stored.summaries) if summary.source != own_source
+        ]
         self._engines: list[FleetEngine] = []
         self._refused, self._left_out = stored.refused, stored.left_out
 
@@ -286,24 +295,24 @@ class _Parsing:
         """Returns whether every summary has been parsed."""
         return not self._texts
 
-    def go_on(self) -> None:
+    def parse_some(self) -> None:
         """Parses summaries for some milliseconds, and at least one."""
-        until = time.monotonic() + _PIECE_SECONDS
+        deadline = time.monotonic() + _SLICE_SECONDS
         while self._texts:
-            self._read(self._texts.pop())
-            if time.monotonic() >= until:
+            self._parse(self._texts.pop())
+            if time.monotonic() >= deadline:
                 return
 
-    def _read(self, summary: Summary) -> None:
+    def _parse(self, summary: Summary) -> None:
         try:
-            found, bad, more = _engines_of(summary)
+            engines, refused, left_out = _engines_of(summary)
         except ValueError:
             self._refused += 1
             return
-        self._refused += bad
-        room = ENGINES_MAX - len(self._engines)
-        self._left_out += more + max(0, len(found) - room)
-        self._engines += found[:room]
+        self._refused += refused
+        capacity_left = ENGINES_MAX - len(self._engines)
+        self._left_out += left_out + max(0, len(engines) - capacity_left)
+        self._engines += engines[:capacity_left]
 
     def fleet(self) -> Fleet:
         """Returns the parsed engines."""
@@ -318,25 +327,29 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
     Raises ValueError.
     """
     head, engines, refused = decode_summary(summary.body)
-    overdue = summary.age_seconds > _OVERDUE * head.every_seconds + _SLACK_SECONDS
-    found = [
+    overdue = summary.age_seconds > _OVERDUE_INTERVALS * head.every_seconds + _SLACK_SECONDS
+    fleet_engines = [
         FleetEngine(head.sidecar, summary.source, engine, summary.age_seconds, silent=overdue)
         for engine in engines
     ]
-    return found, refused, head.left_out
+    return fleet_engines, refused, head.left_out
 
 
-def _merged(me: FleetMember, lines: Sequence[EngineLine], others: Fleet) -> Fleet:
+def _merge_fleet(member: FleetMember, lines: Sequence[EngineLine], other_engines: Fleet) -> Fleet:
     """Adds this sidecar's engines.  Nothing is copied, to save the GC thousands of new objects."""
-    own = [FleetEngine(me.name, me.source, summary_of(line), 0.0, local=True) for line in lines]
-    engines = sorted(_heard_of([*own, *others.engines]), key=lambda engine: engine.key)
-    return replace(others, engines=tuple(engines))
+    own_engines = [
+        FleetEngine(member.name, member.source, summary_of(line), 0.0, local=True) for line in lines
+    ]
+    engines = sorted(
+        _without_restarted([*own_engines, *other_engines.engines]), key=lambda engine: engine.key
+    )
+    return replace(other_engines, engines=tuple(engines))
 
 
-def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
+def _without_restarted(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
     """Skips a silent sidecar's engine if the restarted sidecar has published it again."""
     engines = list(engines)
-    back = {(e.sidecar, e.summary.engine_id) for e in engines if not e.silent}
+    returned = {(e.sidecar, e.summary.engine_id) for e in engines if not e.silent}
     for engine in engines:
-        if not (engine.silent and (engine.sidecar, engine.summary.engine_id) in back):
+        if not (engine.silent and (engine.sidecar, engine.summary.engine_id) in returned):
             yield engine

@@ -29,17 +29,17 @@ from controller.service.net.errors import (
     InvalidQuestionError,
     UnknownEngineError,
 )
-from controller.service.net.http_server import SILENCE_SECONDS, HttpServer
-from controller.service.net.limits import READS_WAITING, Turns
+from controller.service.net.http_server import CLIENT_TIMEOUT_SECONDS, HttpServer
+from controller.service.net.limits import WAITING_READS_MAX, FairQueue
 from controller.service.views.engine_status import EngineLine
-from controller.service.views.fleet_filter import LIMIT, FleetSearch, fleet_document
+from controller.service.views.fleet_filter import LIMIT_DEFAULT, FleetSearch, fleet_document
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.status_cache import StatusCache
 from controller.settings.listeners import Listener
 
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
-_KINDS = {
+_CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -84,9 +84,9 @@ class PageServer(HttpServer):
     ) -> None:
         folder = resources.files("controller") / "page"
         self.status_cache = status_cache
-        self.fleet_search = FleetSearch(fleet_view, Turns(READS_WAITING))
+        self.fleet_search = FleetSearch(fleet_view, FairQueue(WAITING_READS_MAX))
         self.files = {
-            f"/{name}": ((folder / name).read_bytes(), _KINDS[PurePosixPath(name).suffix])
+            f"/{name}": ((folder / name).read_bytes(), _CONTENT_TYPES[PurePosixPath(name).suffix])
             for name in _FILES
         }
         self.files["/"] = self.files["/index.html"]
@@ -99,13 +99,13 @@ class PageServer(HttpServer):
                 detail="every client that reaches it may read",
             )
 
-    def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
+    def run_on_loop(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         """Runs a coroutine on the event loop for a request's thread.  Raises TimeoutError."""
-        asked = asyncio.run_coroutine_threadsafe(question, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return asked.result(_ANSWER_SECONDS)
+            return future.result(_ANSWER_SECONDS)
         except TimeoutError:
-            asked.cancel()
+            future.cancel()
             raise
 
 
@@ -113,12 +113,12 @@ class _PageHandler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: PageServer
-    timeout = SILENCE_SECONDS
+    timeout = CLIENT_TIMEOUT_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
         """Answers a GET request."""
-        if not self.server.serves(self.headers.get("Host", "")):
+        if not self.server.accepts_host(self.headers.get("Host", "")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
             return
         try:
@@ -126,7 +126,7 @@ class _PageHandler(BaseHTTPRequestHandler):
             if (file := self.server.files.get(url.path)) is not None:
                 self._answer(HTTPStatus.OK, *file)
                 return
-            found = self._look(url.path, parse_qs(url.query))
+            document = self._api_document(url.path, parse_qs(url.query))
         except _NoSuchPathError:
             self._answer(HTTPStatus.NOT_FOUND, b"this page does not exist\n", _TEXT)
         except (UnknownEngineError, InvalidQuestionError, ValueError) as error:
@@ -136,30 +136,32 @@ class _PageHandler(BaseHTTPRequestHandler):
         except TimeoutError:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the sidecar is too busy\n", _TEXT)
         else:
-            text = json.dumps(_finite(found), separators=(",", ":"), allow_nan=False)
+            text = json.dumps(_json_value(document), separators=(",", ":"), allow_nan=False)
             self._answer(HTTPStatus.OK, text.encode(), _JSON)
 
     do_HEAD = do_GET  # noqa: N815  # the base class names it
 
-    def _look(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
+    def _api_document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
         if path == "/api/v1/state":
-            return self.server.ask(self.server.status_cache.state())
+            return self.server.run_on_loop(self.server.status_cache.state())
         if path == "/api/v1/engine":
             since = float(query.get("since", ["0"])[0])
             if not math.isfinite(since):
                 raise ValueError("since must be Unix seconds")
-            return self.server.ask(self.server.status_cache.engine(query.get("id", [""])[0], since))
+            return self.server.run_on_loop(
+                self.server.status_cache.engine(query.get("id", [""])[0], since)
+            )
         if path == "/api/v1/fleet":
-            words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
-            limit = int(query.get("limit", [str(LIMIT)])[0])
-            selection = self.server.ask(self.server.fleet_search.select(words))
+            filter_text, after = query.get("filter", [""])[0], query.get("after", [""])[0]
+            limit = int(query.get("limit", [str(LIMIT_DEFAULT)])[0])
+            selection = self.server.run_on_loop(self.server.fleet_search.select(filter_text))
             return fleet_document(selection, limit, after)
         raise _NoSuchPathError
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-        known = status is HTTPStatus.OK and self.headers.get("If-None-Match") == tag
-        if known:
+        is_unchanged = status is HTTPStatus.OK and self.headers.get("If-None-Match") == tag
+        if is_unchanged:
             status, body = HTTPStatus.NOT_MODIFIED, b""
         self.send_response(status)
         for name, value in _HEADERS.items():
@@ -167,7 +169,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
         self.send_header("ETag", tag)
-        if not known:
+        if not is_unchanged:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -188,12 +190,12 @@ class _NoSuchPathError(Exception):
     """The path does not exist."""
 
 
-def _finite(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Replaces infinities and NaN by null, because JSON has none."""
     if isinstance(value, EngineLine):
         value = asdict(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

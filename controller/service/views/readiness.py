@@ -6,7 +6,7 @@
     speculation.store         while the store of overrides can be used
     all others                as ""
 
-A service whose task has failed is NOT_SERVING until the task runs again (`_SERVICES_OF`).
+A service whose task has failed is NOT_SERVING until the task runs again (`_SERVICES_BY_TASK`).
 
 A service that is NOT_SERVING still answers: engines are steered (by the prior), so that
 `controller profile` can measure them.
@@ -42,7 +42,7 @@ TRAINING = training_pb2.DESCRIPTOR.services_by_name["TrainingService"].full_name
 STORE = "speculation.store"
 # The services that depend on each task (`Sidecar._tasks`); "" means all services.  Only tasks that
 # the whole sidecar needs have "": an orchestrator restarts a sidecar if "" is NOT_SERVING.
-_SERVICES_OF: Final = {
+_SERVICES_BY_TASK: Final = {
     "readiness": ("",),
     "expiry": ("",),
     "load": ("",),
@@ -54,16 +54,16 @@ _SERVICES_OF: Final = {
     "audit_counts": (POLICY,),
     "training_state": (TRAINING,),
 }
-_SERVICES_OF_OTHERS: Final = (INSPECTION,)
+_DEFAULT_SERVICES: Final = (INSPECTION,)
 
-_LOOK_SECONDS = 0.5
-_LEAST = {"profile": 2, "roofline": 1, "guess": 0}
+_UPDATE_SECONDS = 0.5
+_COST_SOURCE_RANKS = {"profile": 2, "roofline": 1, "guess": 0}
 # Engines that a message names.
-_NAMED = 3
+_NAMED_MAX = 3
 
 _log = structlog.get_logger(__name__)
 
-Least = Literal["profile", "roofline", "guess"]
+CostSource = Literal["profile", "roofline", "guess"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Readiness:
     profiles: ProfileRegistry
     override_registry: OverrideRegistry
     operator_socket: OperatorSocket
-    ready_with: Least
+    ready_with: CostSource
     supervisor: Supervisor
 
     def __post_init__(self) -> None:
@@ -97,39 +97,40 @@ class Readiness:
         """Returns the present health of every service."""
         return tuple(self._services())
 
-    def why_no_profile(self, spec: EngineSpec) -> str:
+    def missing_profile_reason(self, spec: EngineSpec) -> str:
         """Explains why no profile matches an engine."""
-        return self.profiles.why_none(spec)
+        return self.profiles.missing_profile_reason(spec)
 
-    async def started(self) -> None:
+    async def finish_start(self) -> None:
         """Marks the end of the sidecar's start."""
         self._started = True
-        await self.tell()
+        await self.update_servicer()
 
-    async def tell(self) -> None:
+    async def update_servicer(self) -> None:
         """Updates the servicer with the present health of the services."""
         status = health_pb2.HealthCheckResponse
-        for one in self._services():
+        for service_health in self._services():
             await self.servicer.set(
-                one.service, status.SERVING if one.serving else status.NOT_SERVING
+                service_health.service,
+                status.SERVING if service_health.serving else status.NOT_SERVING,
             )
 
     async def watch(self) -> None:
         """Updates the servicer periodically, until cancelled."""
-        known = ""
+        logged_fault = ""
         try:
             while True:
-                await self.tell()
-                if (fault := self.operator_socket.lost) != known:
-                    known = fault
+                await self.update_servicer()
+                if (fault := self.operator_socket.missing_files_reason) != logged_fault:
+                    logged_fault = fault
                     _log.error("sockets_lost", detail=fault)
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_UPDATE_SECONDS)
         finally:
             # Without this task the health is unknown.
             for name in ("", *SERVICES, STORE):
                 await self.servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def leave(self) -> None:
+    async def stop_serving(self) -> None:
         """Sets all services to NOT_SERVING permanently."""
         self._started = False
         await self.servicer.enter_graceful_shutdown()
@@ -152,34 +153,42 @@ class Readiness:
         """Explains why no service is SERVING; "" if some may be."""
         if not self._started:
             return "the sidecar is starting or stopping"
-        return self.operator_socket.lost or self._task_fault("")
+        return self.operator_socket.missing_files_reason or self._task_fault("")
 
     def _task_fault(self, service: str) -> str:
         """Explains which of a service's tasks are down; "" if all run."""
         return "; ".join(
             f"the task {name} has failed ({fault}) and is started again: see the log"
             for name, fault in self.supervisor.faults().items()
-            if service in _SERVICES_OF.get(name, _SERVICES_OF_OTHERS)
+            if service in _SERVICES_BY_TASK.get(name, _DEFAULT_SERVICES)
         )
 
     def _steering_fault(self) -> str:
         """Explains why the required source of costs is missing; "" if it is available."""
-        least = _LEAST[self.ready_with]
-        short = [session for session in self.registry if _rank(session) < least]
-        if short:
-            named = ", ".join(session.engine_id for session in short[:_NAMED])
-            more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
-            first = short[0]
-            return (
-                f"engine {named}{more}: costs are a {first.core.cost.prior} prior, and ready_with "
-                f"requires a {self.ready_with}; {self.profiles.why_none(first.spec)}"
+        required_rank = _COST_SOURCE_RANKS[self.ready_with]
+        lacking = [
+            session for session in self.registry if _cost_source_rank(session) < required_rank
+        ]
+        if lacking:
+            names = ", ".join(session.engine_id for session in lacking[:_NAMED_MAX])
+            more_text = (
+                f" and {len(lacking) - _NAMED_MAX} more" if len(lacking) > _NAMED_MAX else ""
             )
-        if least and not len(self.registry) and not len(self.profiles):
+            first_session = lacking[0]
+            return (
+                f"engine {names}{more_text}: costs are a {first_session.core.cost_model.prior} "
+                "prior, and ready_with "
+                f"requires a {self.ready_with}; "
+                f"{self.profiles.missing_profile_reason(first_session.spec)}"
+            )
+        if required_rank and not len(self.registry) and not len(self.profiles):
             return "no engine has introduced itself, and no profile is loaded"
         return ""
 
 
-def _rank(session: EngineSession) -> int:
+def _cost_source_rank(session: EngineSession) -> int:
     if session.core.profile_id:
-        return _LEAST["profile"]
-    return _LEAST["roofline" if session.core.cost.prior == "roofline" else "guess"]
+        return _COST_SOURCE_RANKS["profile"]
+    return _COST_SOURCE_RANKS[
+        "roofline" if session.core.cost_model.prior == "roofline" else "guess"
+    ]

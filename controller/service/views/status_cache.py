@@ -2,7 +2,7 @@
 
     every second    a point of every engine's history, from its counters
     on request      estimates, one `explain` of the core per engine; cached for a second, or longer
-                    if that would take more than `_SHARE_MAX` of the time with many engines
+                    if that would take more than `_READ_SHARE_MAX` of the time with many engines
 
 Everything runs on the event loop and yields between engines, so that steering continues.
 """
@@ -20,7 +20,7 @@ import structlog
 import controller
 from controller.core.clock import Clock
 from controller.core.engine_spec import Arm
-from controller.service.sessions.counters import FIELDS
+from controller.service.sessions.counters import POINT_FIELDS
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.override_registry import OverrideRegistry
@@ -28,29 +28,29 @@ from controller.service.views.engine_status import (
     EngineLine,
     EngineSnapshot,
     engine_detail,
-    line_of,
-    no_line,
+    engine_line,
     override_line,
+    unavailable_line,
 )
-from controller.service.views.paging import why_not
+from controller.service.views.paging import unavailable_reason
 from controller.service.views.readiness import Readiness
 from controller.wire.explanations import ValueTable
 from controller.wire.override_text import PRECEDENCE
 
 # Seconds of history that are compared.
-SECONDS: Final = 300.0
+COMPARED_SECONDS: Final = 300.0
 
 Point = Sequence[float | None]
-_SECONDS = 1.0
+_REFRESH_SECONDS = 1.0
 # The largest share of the event loop's time for views.
 _SHARE_MAX = 0.05
 # Engines between two yields of the background task, a few microseconds each.
-_CHUNK = 32
+_CHUNK_ENGINES = 32
 
 _log = structlog.get_logger(__name__)
 
 
-def alternatives(
+def compare_alternatives(
     table: ValueTable, arms: Sequence[Arm], drafters: Sequence[str], points: Iterable[Point]
 ) -> dict[str, Any] | None:
     """Compares the plan with every arm held fixed, ready for JSON; None if nothing was reported.
@@ -78,8 +78,8 @@ def alternatives(
     if not count:
         return None
     rows = Counter[int]()
-    for (_, row), times in seconds.items():
-        rows[row] += times
+    for (_, row), weight in seconds.items():
+        rows[row] += weight
     planned = sum(table.tokens_per_second[arm][row] * n for (arm, row), n in seconds.items())
     return {
         "seconds": count,
@@ -93,7 +93,8 @@ def alternatives(
                     table.tokens_per_second[i][row] * n for row, n in rows.items()
                 )
                 / count,
-                "share": sum(n for (named, _), n in seconds.items() if named == i) / count,
+                "share": sum(n for (planned_arm, _), n in seconds.items() if planned_arm == i)
+                / count,
                 "allowed": sum(n for row, n in rows.items() if table.feasible[i][row]) / count,
             }
             for i, arm in enumerate(arms)
@@ -116,28 +117,28 @@ class StatusCache:
     clock: Clock
 
     def __post_init__(self) -> None:
-        # Fresh snapshots, each with its expiry; `keep` drops the others, so that the cache keeps no
+        # Fresh snapshots, each with its expiry; `run` drops the others, so that the cache keeps no
         # ended session in memory.
-        self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
+        self._snapshots: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
         # The event loop's time for making the newest lines.
         self.lines_seconds = 0.0
-        self._looking = asyncio.Lock()
+        self._lines_lock = asyncio.Lock()
 
     async def lines(self) -> tuple[EngineLine, ...]:
         """Returns the lines of all engines, ordered by id."""
-        async with self._looking:
+        async with self._lines_lock:
             if self.clock.now() < self._lines_until:
                 return self._lines
-            lines, busy = [], 0.0
+            lines, busy_seconds = [], 0.0
             for session in sorted(self.registry, key=lambda session: session.engine_id):
                 began = time.monotonic()
                 lines.append(self._line(session))
-                busy += time.monotonic() - began
+                busy_seconds += time.monotonic() - began
                 await asyncio.sleep(0)
-            self._lines, self.lines_seconds = tuple(lines), busy
-            self._lines_until = self.clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+            self._lines, self.lines_seconds = tuple(lines), busy_seconds
+            self._lines_until = self.clock.now() + max(_REFRESH_SECONDS, busy_seconds / _SHARE_MAX)
             return self._lines
 
     async def state(self) -> dict[str, Any]:
@@ -147,13 +148,13 @@ class StatusCache:
         return {
             "version": controller.__version__,
             "engines": lines,
-            "overrides": list(map(override_line, self.override_registry.held())),
+            "overrides": list(map(override_line, self.override_registry.list_active())),
             "precedence": PRECEDENCE,
             "store": {"ok": store.ok, "detail": store.detail},
             "troubles": [
-                f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}"
-                for it in self.readiness.services()
-                if not it.serving
+                f"{health.service or 'the sidecar'} is NOT_SERVING: {health.detail}"
+                for health in self.readiness.services()
+                if not health.serving
             ],
         }
 
@@ -162,52 +163,52 @@ class StatusCache:
 
         Raises UnknownEngineError.
         """
-        session = self.registry.by_engine(engine_id)
-        view, history = self._view(session), session.history
+        session = self.registry.find_by_engine(engine_id)
+        view, history = self._snapshot(session), session.history
         return engine_detail(view) | {
-            "fields": FIELDS,
-            "points": history.since(since),
-            "alternatives": alternatives(
+            "fields": POINT_FIELDS,
+            "points": history.points_since(since),
+            "alternatives": compare_alternatives(
                 view.explanation.table,
                 [value.arm for value in view.explanation.arms],
                 history.drafters,
-                history.since(time.time() - SECONDS),
+                history.points_since(time.time() - COMPARED_SECONDS),
             ),
         }
 
     def _line(self, session: EngineSession) -> EngineLine:
         try:
-            return line_of(self._view(session))
+            return engine_line(self._snapshot(session))
         except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
             _log.exception("engine_not_shown", engine=session.engine_id)
-            return no_line(session, why_not(error))
+            return unavailable_line(session, unavailable_reason(error))
 
-    def _view(self, session: EngineSession) -> EngineSnapshot:
+    def _snapshot(self, session: EngineSession) -> EngineSnapshot:
         now = self.clock.now()
-        until, view = self._views.get(session, (-math.inf, None))
-        if view is None or now >= until:
-            view = EngineSnapshot.of(session)
-            self._views[session] = (now + _SECONDS, view)
-        return view
+        fresh_until, snapshot = self._snapshots.get(session, (-math.inf, None))
+        if snapshot is None or now >= fresh_until:
+            snapshot = EngineSnapshot.from_session(session)
+            self._snapshots[session] = (now + _REFRESH_SECONDS, snapshot)
+        return snapshot
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Records the engines' histories, until cancelled."""
         while True:
             now = time.time()
             for number, session in enumerate(self.registry, 1):
                 try:
-                    session.remember(now)
+                    session.add_history_point(now)
                 except Exception:  # noqa: BLE001  # as above
                     _log.exception("history_not_kept", engine=session.engine_id)
-                if number % _CHUNK == 0:
+                if number % _CHUNK_ENGINES == 0:
                     await asyncio.sleep(0)
-            self._drop_views()
-            await asyncio.sleep(_SECONDS)
+            self._drop_stale_snapshots()
+            await asyncio.sleep(_REFRESH_SECONDS)
 
-    def _drop_views(self) -> None:
+    def _drop_stale_snapshots(self) -> None:
         now = self.clock.now()
-        self._views = {
-            session: (until, view)
-            for session, (until, view) in self._views.items()
-            if now < until and not session.is_over
+        self._snapshots = {
+            session: (fresh_until, snapshot)
+            for session, (fresh_until, snapshot) in self._snapshots.items()
+            if now < fresh_until and not session.has_ended
         }

@@ -17,7 +17,7 @@ from engine_shim.sglang.memory import (
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-_differs: Any = versions.module_for(versions.sglang_version())
+_version_api: Any = versions.module_for(versions.sglang_version())
 _log = logging.getLogger(__name__)
 
 # Models for which SGLang's FlashInfer backend enlarges its workspace.
@@ -30,20 +30,20 @@ LARGE_WORKSPACE: Final = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
     }
 )
-LARGE_MIB: Final = 512
-DETERMINISTIC_MIB: Final = 2048
+LARGE_WORKSPACE_MIB: Final = 512
+DETERMINISTIC_WORKSPACE_MIB: Final = 2048
 # Page sizes that a backend accepts; SGLang replaces any other page size by the last one.
-PAGES: Final = {
+ACCEPTED_PAGE_SIZES: Final = {
     "flashmla": (64,),
     "trtllm_mla": (32, 64),
     "cutedsl_mla": (32, 64),
     "trtllm_mha": (16, 32, 128, 64),
 }
-FA4_PAGE: Final = 128
+FA4_PAGE_SIZE: Final = 128
 # The fewest tokens of one of Triton's partial results for latent attention, and the tokens of one
 # in a deterministic engine.
-LATENT_SPLIT: Final = 32
-DETERMINISTIC_SPLIT: Final = 256
+LATENT_SPLIT_TOKENS: Final = 32
+DETERMINISTIC_SPLIT_TOKENS: Final = 256
 
 
 def attention_shape(args: ServerArgs, *, has_drafter_backends: bool) -> AttentionShape:
@@ -54,28 +54,28 @@ def attention_shape(args: ServerArgs, *, has_drafter_backends: bool) -> Attentio
     """
     from sglang.srt.arg_groups import model_override_base as base
 
-    view = sglang_api.resolving(args)
+    view = sglang_api.resolving_args(args)
     model: Any = base.model_config_of(args)
-    pair = base.attention_backends_of(view)
-    if None in pair:
+    backend_pair = base.attention_backends_of(view)
+    if None in backend_pair:
         default = base.get_default_attn_backend(args, bool(base.use_mla_backend(args)), model)
-        pair = tuple(name or default for name in pair)
-    prefill, decode = pair
+        backend_pair = tuple(name or default for name in backend_pair)
+    prefill, decode = backend_pair
     verifies_as_prefill = view.speculative_attention_mode != "decode"
-    names = tuple(dict.fromkeys((prefill, decode)))
-    own = view.speculative_draft_attention_backend
+    backend_names = tuple(dict.fromkeys((prefill, decode)))
+    draft_backend = view.speculative_draft_attention_backend
     draft_model = _draft_model(args, view, model) if has_drafter_backends else model
     workspace = _workspace_bytes(view, (model, draft_model))
-    page = _page(view, names, is_latent(model))
+    page_tokens = _settled_page_tokens(view, backend_names, is_latent(model))
     drafter = DrafterAttention(
-        _attention(view, draft_model, page, workspace),
-        own or (prefill if verifies_as_prefill else decode),
-        own or decode,
+        _attention(view, draft_model, page_tokens, workspace),
+        draft_backend or (prefill if verifies_as_prefill else decode),
+        draft_backend or decode,
     )
     return AttentionShape(
-        _attention(view, model, page, workspace),
-        names,
-        names if verifies_as_prefill else (decode,),
+        _attention(view, model, page_tokens, workspace),
+        backend_names,
+        backend_names if verifies_as_prefill else (decode,),
         drafter if has_drafter_backends else None,
     )
 
@@ -107,29 +107,31 @@ def _draft_model(args: ServerArgs, view: Any, target: Any) -> Any:
 
 
 def _attention(view: Any, model: Any, page: int, workspace: int) -> Attention:
-    latent, ranks = is_latent(model), _differs.attention_ranks(view)
+    latent, ranks = is_latent(model), _version_api.attention_ranks(view)
     heads = model.get_max_num_attention_heads()
     return Attention(
-        latent=latent,
-        context=model.context_len,
-        page=page,
-        heads=max(1, heads // ranks),
-        all_heads=heads,
+        is_latent=latent,
+        context_tokens=model.context_len,
+        page_tokens=page,
+        rank_heads=max(1, heads // ranks),
+        total_heads=heads,
         value_size=model.kv_lora_rank if latent else model.v_head_dim,
         kv_splits=_kv_splits(view, model, latent=latent),
-        cache_numbers=model.kv_lora_rank + model.qk_rope_head_dim if latent else 0,
-        cache_bytes=1 if view.kv_cache_dtype.startswith("fp8") else model.dtype.itemsize,
-        requests=sglang_api.most_requests(view),
-        workspace=workspace,
-        windowed=bool(model.is_hybrid_swa),
+        latent_values=model.kv_lora_rank + model.qk_rope_head_dim if latent else 0,
+        bytes_per_value=1 if view.kv_cache_dtype.startswith("fp8") else model.dtype.itemsize,
+        max_requests=sglang_api.max_requests(view),
+        workspace_bytes=workspace,
+        has_sliding_window=bool(model.is_hybrid_swa),
     )
 
 
-def _page(view: Any, names: tuple[str, ...], latent: bool) -> int:
+def _settled_page_tokens(view: Any, names: tuple[str, ...], latent: bool) -> int:
     """Returns the page size that SGLang will choose after it has sized its memory."""
     page: int = view.page_size or 1
     for name in names:
-        accepted = PAGES.get(name, (FA4_PAGE,) if name == "fa4" and not latent else ())
+        accepted = ACCEPTED_PAGE_SIZES.get(
+            name, (FA4_PAGE_SIZE,) if name == "fa4" and not latent else ()
+        )
         if accepted and page not in accepted:
             page = accepted[-1]
     return page
@@ -139,11 +141,11 @@ def _kv_splits(view: Any, model: Any, *, latent: bool) -> int:
     """Returns the number of partial results of a token in Triton's kernel, by SGLang's rules."""
     splits: int = view.triton_attention_num_kv_splits
     if latent:
-        ceiling = min(MULTIPROCESSORS, -(-model.context_len // LATENT_SPLIT))
+        ceiling = min(MULTIPROCESSORS, -(-model.context_len // LATENT_SPLIT_TOKENS))
         splits = max(splits, 1 << (ceiling - 1).bit_length())
     tile = view.triton_attention_split_tile_size
     if view.enable_deterministic_inference:
-        tile = DETERMINISTIC_SPLIT
+        tile = DETERMINISTIC_SPLIT_TOKENS
     return -(-model.context_len // tile) if tile else splits
 
 
@@ -152,8 +154,8 @@ def _workspace_bytes(view: Any, models: tuple[Any, ...]) -> int:
     from sglang.srt.environ import envs
 
     if view.enable_deterministic_inference:
-        return DETERMINISTIC_MIB * MIB
+        return DETERMINISTIC_WORKSPACE_MIB * MIB
     names = {name for model in models for name in model.hf_config.architectures or ()}
     if LARGE_WORKSPACE & names:
-        return LARGE_MIB * MIB
+        return LARGE_WORKSPACE_MIB * MIB
     return int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.common.checks import Check, checked
+from engine_shim.common.checks import Check, make_check
 from engine_shim.sglang.api import sglang_api, versions
 
 if TYPE_CHECKING:
@@ -22,42 +22,44 @@ if TYPE_CHECKING:
 
     from engine_shim.sglang.api.settings import PluginSettings
 
-_differs: Any = versions.module_for(versions.sglang_version())
+_version_api: Any = versions.module_for(versions.sglang_version())
 _COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
 
 # Returns SGLang's own reason against adaptive speculation.
-ADAPTIVE_REASON: Final = "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
+ADAPTIVE_UNSUPPORTED_REASON: Final = (
+    "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
+)
 # Writes what was gathered into a rank's batch.
-GATHERED: Final = f"{_COMPONENTS}.dp_attn._update_gather_batch"
+UPDATE_GATHER_BATCH: Final = f"{_COMPONENTS}.dp_attn._update_gather_batch"
 # Returns the requests that have arrived at a rank, control requests included.
-RECEIVED: Final = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
+PULL_RAW_REQUESTS: Final = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Whether the engine of this process, once it is configured, has data-parallel attention."""
-    on: bool = _differs.attention_dp_is_on()
-    return on
+    enabled: bool = _version_api.attention_dp_is_on()
+    return enabled
 
 
 def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
-    """Wraps the function `ADAPTIVE_REASON`: ranks cannot differ, which is its objection."""
-    with _differs.without_attention_dp():
+    """Wraps `ADAPTIVE_UNSUPPORTED_REASON`, which objects to ranks that differ: they cannot."""
+    with _version_api.without_attention_dp():
         reason: str | None = original(args)
     return reason
 
 
-def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
+def attention_dp_check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
     """Checks whether an engine with data-parallel attention can be steered.
 
-    has_block: the engine has a DFlash drafter.
+    has_dflash: the engine has a DFlash drafter.
     """
     from sglang.srt.environ import envs
 
-    view = sglang_api.resolved(args)
+    view = sglang_api.resolved_args(args)
     topic, lead = "data-parallel attention", "data-parallel attention cannot be steered: "
-    if not _differs.has_attention_dp(view):
+    if not _version_api.has_attention_dp(view):
         return Check(topic, "off")
-    if not _differs.STEERS_ATTENTION_DP:
+    if not _version_api.STEERS_ATTENTION_DP:
         return Check(topic, "on", f"SGLang {versions.TESTED[-1]} is needed", lead)
     obstacles = {
         "a DFlash drafter is untested with it": has_block,
@@ -78,11 +80,11 @@ def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Che
             envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
         ),
     }
-    return checked(topic, "on", obstacles, lead)
+    return make_check(topic, "on", obstacles, lead)
 
 
-def keep_sizes(_: None, batch: Any, gathered: Any, *__: Any, **___: Any) -> None:
-    """Runs after `GATHERED`: stores the number of sequences of each rank for the step."""
+def store_rank_sizes(_: None, batch: Any, gathered: Any, *__: Any, **___: Any) -> None:
+    """Runs after `UPDATE_GATHER_BATCH`: stores each rank's number of sequences for the step."""
     batch.speculation_sizes = gathered.global_num_tokens
 
 
@@ -91,6 +93,6 @@ def largest_batch(batch: Any) -> int:
 
     With data-parallel attention that is the largest rank's number, otherwise the batch's own.
     """
-    sizes: list[int] | None = getattr(batch, "speculation_sizes", None)
-    own: int = batch.seq_lens.shape[0]
-    return own if sizes is None else max(sizes)
+    rank_sizes: list[int] | None = getattr(batch, "speculation_sizes", None)
+    local_size: int = batch.seq_lens.shape[0]
+    return local_size if rank_sizes is None else max(rank_sizes)

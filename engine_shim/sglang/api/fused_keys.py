@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def refresh(helper: Any, layers: Iterable[Any]) -> None:
+def refresh_fused_weights(helper: Any, layers: Iterable[Any]) -> None:
     """Rebuilds the fused weights in place after the layers' weights have changed.
 
     Does not wait for the device.  Building a new helper would copy numbers from the host and wait.

@@ -20,15 +20,15 @@ from engine_shim.common.errors import HookError
 _registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
 
 
-def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
+def register_hook(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     """Registers a hook with SGLang and remembers it for `require_hooks`."""
     HookRegistry.register(target, hook, kind)
     _registered[target] = (kind, hook)
 
 
-around: Final = partial(register, kind=HookType.AROUND)
-after: Final = partial(register, kind=HookType.AFTER)
-replace: Final = partial(register, kind=HookType.REPLACE)
+around: Final = partial(register_hook, kind=HookType.AROUND)
+after: Final = partial(register_hook, kind=HookType.AFTER)
+replace: Final = partial(register_hook, kind=HookType.REPLACE)
 
 
 def registered_targets() -> tuple[str, ...]:

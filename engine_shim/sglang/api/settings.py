@@ -127,7 +127,7 @@ class PluginSettings(ShimSettings):
         return {gamma: size.strip() for gamma, (_, _, size) in zip(gammas, pairs, strict=True)}
 
     @model_validator(mode="after")
-    def _check_what_goes_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         for gamma, size in self.graph_limits.items():
             if gamma not in self.gammas or size < 0:
                 raise ValueError(
@@ -151,4 +151,4 @@ class PluginSettings(ShimSettings):
 
 def load_settings() -> PluginSettings:
     """Reads the settings from the environment.  Raises PluginError."""
-    return PluginSettings.load_or_refuse()
+    return PluginSettings.load_or_raise()

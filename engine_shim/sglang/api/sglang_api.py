@@ -11,28 +11,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.common.checks import Check, checked
+from engine_shim.common.checks import Check, make_check
 from engine_shim.sglang.api import versions
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-_differs: Any = versions.module_for(versions.sglang_version())
+_version_api: Any = versions.module_for(versions.sglang_version())
 
 # Algorithms as users write them; NEXTN is an alias of EAGLE once SGLang has resolved it.
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 # The algorithm whose engine verifies chains of any length for a drafter that reads hidden states.
 CHAIN_ALGORITHM: Final = "EAGLE"
 # SGLang's default of the draft length with which adaptive speculation starts.
-DEFAULT_STEPS: Final = 3
+DEFAULT_GAMMA: Final = 3
 # SGLang's default limit of concurrent requests in an engine that speculates.
-DEFAULT_REQUESTS: Final = 48
+DEFAULT_MAX_REQUESTS: Final = 48
 # Up to so many requests, a decode server has slots for twice as many further ones.
 _FEW_REQUESTS: Final = 32
 # Begins the errors of an engine that starts.
-_LEAD: Final = "SPECULATION_SIDECAR is set, but "
+_ERROR_LEAD: Final = "SPECULATION_SIDECAR is set, but "
 # The largest page size by which SGLang may still replace the configured one.
-_LARGEST_PAGE: Final = 128
+_MAX_PAGE_TOKENS: Final = 128
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
@@ -46,8 +46,8 @@ RESERVE_FOR_GRAPHS: Final = "sglang.srt.arg_groups.memory_hook.reserve_for_graph
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
 # Requests that rank 0 adds to its broadcast, and what every rank does with each kind.
-OWN_REQUESTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
-REQUEST_KINDS: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
+POLL_TIMEOUT_ABORTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
+INIT_REQUEST_DISPATCHER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
 INIT_GRAPHS: Final = f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs"
@@ -67,7 +67,7 @@ DRAFT_PREFILL: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_prefill"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner"
 RESOLVE_CAPTURE: Final = f"{_RUNNER}.resolve_spec_aux_hidden_state_config"
 CONFIGURE_CAPTURE: Final = f"{_RUNNER}.configure_aux_hidden_state_capture"
-CARRIED_WIDTH: Final = "sglang.srt.configs.model_config.resolve_spec_hidden_size"
+RESOLVE_HIDDEN_SIZE: Final = "sglang.srt.configs.model_config.resolve_spec_hidden_size"
 STORE_HIDDEN: Final = (
     "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store"
 )
@@ -75,15 +75,16 @@ RESOLVE_TOKENS: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
 )
-WORK_IN: Final = (
+PROCESS_DECODE_RESULT: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor.process_batch_result_decode"
 )
-INTERNAL_STATE: Final[str] = _differs.INTERNAL_STATE
+INTERNAL_STATE: Final[str] = _version_api.INTERNAL_STATE
 # The hooks around a step of an engine that is ready to serve.
 STEP_TARGETS: Final = (
-    FORWARD, DRAFT, DRAFT_EXTEND, RESOLVE_TOKENS, WORK_IN, INTERNAL_STATE, OWN_REQUESTS,
-    REQUEST_KINDS,
+    FORWARD, DRAFT, DRAFT_EXTEND, RESOLVE_TOKENS, PROCESS_DECODE_RESULT, INTERNAL_STATE,
+    POLL_TIMEOUT_ABORTS,
+    INIT_REQUEST_DISPATCHER,
 )  # fmt: skip
 # The step of SGLang's configuration pipeline that settles speculation.
 RESOLUTION_STEP: Final = "handle_speculative_decoding"
@@ -95,25 +96,27 @@ SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 # Returns the state that a call of INTERNAL_STATE has filled in.
-internal_state: Final[Callable[[Any, tuple[Any, ...]], dict[str, Any]]] = _differs.internal_state
+internal_state: Final[Callable[[Any, tuple[Any, ...]], dict[str, Any]]] = (
+    _version_api.internal_state
+)
 # The ranks' scope of an `EagleDraftWorker`, for passes of its model.
-draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _differs.draft_scope
+draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _version_api.draft_scope
 # Gives a target this `ModelConfig` as its drafter's, inside the block.
-with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
-    _differs.with_draft_config
+override_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
+    _version_api.with_draft_config
 )
 # Gives a draft worker the rank layout of a `DFlashWorkerV2`.
-lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
+match_memory_layout: Final[Callable[[Any, Any], None]] = _version_api.lie_like
 
 
-def resolving(args: ServerArgs) -> Any:
+def resolving_args(args: ServerArgs) -> Any:
     """Returns SGLang's view of its arguments while it resolves them."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(args)
 
 
-def resolved(args: ServerArgs) -> Any:
+def resolved_args(args: ServerArgs) -> Any:
     """Returns SGLang's view of arguments that it has resolved."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
@@ -143,32 +146,32 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    view = resolved(args)
+    view = resolved_args(args)
     graphs = view.cuda_graph_config
     prefill_graphs = None if graphs is None else graphs.prefill.backend
     has_lora = bool(view.enable_lora or (view.enable_lora is None and view.lora_paths))
-    has_attention_dp = _differs.has_attention_dp(view)
+    has_attention_dp = _version_api.has_attention_dp(view)
     return (
-        _flag(
+        _flag_check(
             "pipeline parallelism",
             view.pp_size,
             f"--pipeline-parallel-size {view.pp_size}: only 1 is supported; share the model with "
             "--tensor-parallel-size instead",
             view.pp_size != 1,
         ),
-        _flag(
+        _flag_check(
             "data parallelism",
             f"{view.dp_size}, of attention" if has_attention_dp else view.dp_size,
             f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each",
             view.dp_size != 1 and not has_attention_dp,
         ),
-        _flag(
+        _flag_check(
             "context parallelism",
             view.attn_cp_size,
             "context-parallel attention is not supported; leave it out",
             view.attn_cp_size != 1,
         ),
-        _flag(
+        _flag_check(
             "disaggregation",
             "none" if view.disaggregation_mode == "null" else view.disaggregation_mode,
             "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there",
@@ -176,7 +179,7 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
         ),
         # These graphs are captured with the attention backend of the first draft length, and a
         # change of the draft length gives the target another backend.
-        _flag(
+        _flag_check(
             "prefill graphs",
             prefill_graphs or "not settled",
             "--cuda-graph-backend-prefill is full: these graphs belong to one draft length, and "
@@ -185,7 +188,7 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
         ),
         # SGLang itself would refuse later, and would name --speculative-adaptive, which the user
         # has not set.  It builds LoRA's metadata for graphs for one draft length only.
-        _flag(
+        _flag_check(
             "adapters",
             "LoRA" if has_lora else "none",
             "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft "
@@ -195,7 +198,7 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
     )
 
 
-def own_check(args: ServerArgs) -> Check:
+def sglang_conditions_check(args: ServerArgs) -> Check:
     """Checks SGLang's own conditions for an engine whose draft length changes.
 
     Must run after the speculation step.
@@ -204,20 +207,20 @@ def own_check(args: ServerArgs) -> Check:
 
     reason: str | None = adaptive_unsupported_reason(args)
     return Check(
-        "SGLang's own conditions", "met" if reason is None else "not met", reason or "", _LEAD
+        "SGLang's own conditions", "met" if reason is None else "not met", reason or "", _ERROR_LEAD
     )
 
 
-def _flag(topic: str, found: object, obstacle: str, is_so: object) -> Check:
-    return checked(topic, found, {obstacle: is_so}, _LEAD)
+def _flag_check(topic: str, value: object, obstacle: str, is_obstacle: object) -> Check:
+    return make_check(topic, value, {obstacle: is_obstacle}, _ERROR_LEAD)
 
 
-def block_check(args: ServerArgs) -> Check:
+def dflash_options_check(args: ServerArgs) -> Check:
     """Checks the options that prevent steering an engine with a DFlash drafter.
 
     Must run after the speculation step and after the other checks.
     """
-    view = resolved(args)
+    view = resolved_args(args)
     obstacles = {
         "--enable-hierarchical-cache does not back up its cache; leave it out": (
             view.enable_hierarchical_cache
@@ -228,7 +231,7 @@ def block_check(args: ServerArgs) -> Check:
         "--speculative-use-rejection-sampling needs the distribution it drafts from; leave that "
         "option out": view.speculative_use_rejection_sampling,
     }
-    return checked(
+    return make_check(
         "options beside DFlash",
         "conflict" if any(obstacles.values()) else "fit",
         obstacles,
@@ -236,10 +239,12 @@ def block_check(args: ServerArgs) -> Check:
     )
 
 
-def adapters(model_runner: Any) -> Mapping[str, Any]:
+def lora_adapters(model_runner: Any) -> Mapping[str, Any]:
     """Returns the live mapping from adapter id to the `LoRARef` of each adapter of a target."""
-    found: Mapping[str, Any] = getattr(getattr(model_runner, "lora_manager", None), "lora_refs", {})
-    return found
+    lora_refs: Mapping[str, Any] = getattr(
+        getattr(model_runner, "lora_manager", None), "lora_refs", {}
+    )
+    return lora_refs
 
 
 def copy_to_host(tensor: Any) -> Any:
@@ -254,7 +259,7 @@ def is_dflash_only(config: Any) -> bool:
     return (config.speculative_algorithm or "").upper() == "DFLASH"
 
 
-def dflash_only(draft: Any) -> Any | None:
+def dflash_only_drafter(draft: Any) -> Any | None:
     """Returns the `DFlashDrafter` of a draft worker that has no other drafter, else None."""
     return getattr(draft, "block", None)
 
@@ -268,63 +273,67 @@ def config_leaf(name: str) -> Any:
 
 def data_parallel_size() -> int:
     """Returns the number of batches that the engine of this process runs in parallel."""
-    size: int = config_leaf("dp_size")
-    return size * config_leaf("attn_dp_size") if _differs.STEERS_ATTENTION_DP else size
+    batch_count: int = config_leaf("dp_size")
+    return (
+        batch_count * config_leaf("attn_dp_size")
+        if _version_api.STEERS_ATTENTION_DP
+        else batch_count
+    )
 
 
-def widest_step() -> int:
+def max_step_tokens() -> int:
     """Returns the tokens of one sequence in a step for which SGLang has sized its buffers."""
     from sglang.srt.runtime_context import max_speculative_num_draft_tokens
 
     return max_speculative_num_draft_tokens() or 0
 
 
-def most_requests(view: Any) -> int:
+def max_requests(view: Any) -> int:
     """Returns the most requests that an engine that speculates runs at once.
 
     view: its arguments.
     """
-    return view.max_running_requests or DEFAULT_REQUESTS
+    return view.max_running_requests or DEFAULT_MAX_REQUESTS
 
 
-def most_request_rows(view: Any) -> int:
+def max_request_rows(view: Any) -> int:
     """Returns the most rows that SGLang's request pool will have; view: the engine's arguments."""
-    requests = most_requests(view)
+    requests = max_requests(view)
     if view.disaggregation_mode != "decode":
         return requests + 1
     # For requests that the prefill server is still sending.  SGLang resolves the number after it
     # has sized its memory.
-    further = view.disaggregation_decode_extra_slots
-    if further is None:
-        further = 2 * requests if requests <= _FEW_REQUESTS else 0
-    return int(requests + further + 1)
+    extra_slots = view.disaggregation_decode_extra_slots
+    if extra_slots is None:
+        extra_slots = 2 * requests if requests <= _FEW_REQUESTS else 0
+    return int(requests + extra_slots + 1)
 
 
-def longest_row(view: Any, context: int, widest: int) -> int:
+def max_row_tokens(view: Any, context: int, step_tokens: int) -> int:
     """Returns the most tokens for which a row of the request pool has room, one step included.
 
-    context: longest context in tokens.  widest: tokens of one sequence in a step.  Follows SGLang's
-    `get_req_to_token_extra_context_len`.
+    context: longest context in tokens.  step_tokens: tokens of one sequence in a step.  Follows
+    SGLang's `get_req_to_token_extra_context_len`.
     """
-    page = max(view.page_size or 1, _LARGEST_PAGE)
-    return context + max(4 + widest, 2 * widest + page - 1) + widest
+    page_tokens = max(view.page_size or 1, _MAX_PAGE_TOKENS)
+    return context + max(4 + step_tokens, 2 * step_tokens + page_tokens - 1) + step_tokens
 
 
-def captured_batches(args: ServerArgs) -> tuple[int, ...]:
+def captured_batch_sizes(args: ServerArgs) -> tuple[int, ...]:
     """Returns the batch sizes for which decode graphs will be captured, ascending; () for none.
 
     Follows SGLang's `get_batch_sizes_to_capture` for an engine without data parallelism.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    view = resolving(args)
+    view = resolving_args(args)
     decode = view.cuda_graph_config.decode
     if decode.backend == Backend.DISABLED:
         return ()
-    sizes, most = set(decode.bs or [decode.max_bs]), most_requests(view)
-    if max(sizes) > most:
-        sizes.add(most)
-    return tuple(sorted(size for size in sizes if size <= most))
+    sizes, request_limit = set(decode.bs or [decode.max_bs]), max_requests(view)
+    if max(sizes) > request_limit:
+        sizes.add(request_limit)
+    return tuple(sorted(size for size in sizes if size <= request_limit))
 
 
 def decode_graphs() -> Any:

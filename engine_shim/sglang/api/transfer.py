@@ -27,7 +27,7 @@ def to_device(
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
-def keep_for_this_stream(tensor: torch.Tensor) -> None:
+def protect_from_reuse(tensor: torch.Tensor) -> None:
     """Prevents too early reuse of the memory of a tensor that another stream has made.
 
     torch returns freed memory to the stream that allocated it, even if another stream has not read
@@ -39,7 +39,7 @@ def keep_for_this_stream(tensor: torch.Tensor) -> None:
         tensor.record_stream(streams.current_stream(tensor.device))
 
 
-def launched(device: torch.device) -> torch.Event | None:
+def record_launched_work(device: torch.device) -> torch.Event | None:
     """Returns an event that occurs when the work of the current stream so far is done.
 
     Returns None on a device whose work is already done.
@@ -55,7 +55,7 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
+def pin_pages(memory: torch.Tensor, device: torch.device) -> None:
     """Pins host memory, so that a device can access it, until the process ends.
 
     memory: contiguous.  Raises RuntimeError if the driver refuses.
@@ -78,7 +78,7 @@ class SideStream:
         """Copies the second tensor of each pair into the first.
 
         Exactly one of the two is on the host, in memory that the device can access (`host_buffer`,
-        `lock_pages`).  Neither may be written to until the returned event has occurred.  Types are
+        `pin_pages`).  Neither may be written to until the returned event has occurred.  Types are
         converted on the device, because the caller would have to wait for a conversion on the host.
         Raises ValueError for a tensor that is not contiguous: torch would copy it through pageable
         host memory and wait for the device.
@@ -88,16 +88,16 @@ class SideStream:
             raise ValueError("only contiguous tensors are copied without a wait")
         self._stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._stream):
-            for to, source in pairs:
+            for destination, source in pairs:
                 if source.device.type == self.device.type:
-                    to.copy_(source.to(to.dtype), non_blocking=True)
-                    keep_for_this_stream(source)
+                    destination.copy_(source.to(destination.dtype), non_blocking=True)
+                    protect_from_reuse(source)
                 else:
-                    to.copy_(source.to(self.device, non_blocking=True))
-        found: torch.Event = self._stream.record_event()
-        return found
+                    destination.copy_(source.to(self.device, non_blocking=True))
+        copy_done: torch.Event = self._stream.record_event()
+        return copy_done
 
 
-def side_stream(device: torch.device) -> SideStream | None:
+def make_side_stream(device: torch.device) -> SideStream | None:
     """Makes the side stream of a device; None for the CPU, which shares the host's memory."""
     return SideStream(device) if is_asynchronous(device) else None

@@ -18,22 +18,22 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.common.errors import HookError, UnsupportedEngineError
-from engine_shim.link.losses import reason_of
+from engine_shim.link.lost_capabilities import error_reason
 from engine_shim.sglang.api import fused_keys, sglang_api
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters import dflash_checkpoint
-from engine_shim.sglang.drafters.drafting import Attempts, verification_of
+from engine_shim.sglang.drafters.drafting import OptionalPart, build_verification
 
 
 class _DraftedError(Exception):
     """Signals that the block is drafted; it is not a failure."""
 
 
-def _stop(*_: object, **__: object) -> Never:
+def _raise_drafted(*_: object, **__: object) -> Never:
     raise _DraftedError
 
 
-class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
+class _DraftOnlyWorker(dflash_worker_v2.DFlashWorkerV2):
     """The drafting half of SGLang's worker, without the parts that would change the target."""
 
     def _defer_target_verify_gather(self) -> None:
@@ -41,12 +41,14 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
 
     def _maybe_merge_trained_mask_embedding(self) -> None:
         """Refuses a trained mask, because SGLang would write it into the target's embedding."""
-        reason = dflash_checkpoint.trained_mask(get_spec().speculative_draft_model_path or "")
+        reason = dflash_checkpoint.trained_mask_reason(
+            get_spec().speculative_draft_model_path or ""
+        )
         if reason:
             raise UnsupportedEngineError(reason)
 
 
-class DFlashDrafter(Attempts):
+class DFlashDrafter(OptionalPart):
     """Builds and runs the drafting half.
 
     over: why it no longer drafts, "" while it does.  After an error it has missed positions, so it
@@ -54,27 +56,32 @@ class DFlashDrafter(Attempts):
     """
 
     def __init__(
-        self, config: Any, model_path: str, revision: str | None, outer: Any, fallback: str
+        self, config: Any, model_path: str, revision: str | None, draft_worker: Any, fallback: str
     ) -> None:
         """Builds the drafter.
 
-        config: `ModelConfig` of the checkpoint at model_path.  outer: the `EagleDraftWorker` that
-        it is part of, or that it replaces.  fallback: tells the log what happens without it.
+        config: `ModelConfig` of the checkpoint at model_path.  draft_worker: the `EagleDraftWorker`
+        that it is part of, or that it replaces.  fallback: tells the log what happens without it.
         Raises PluginError.
         """
         super().__init__(f"DFlash no longer drafts; {fallback}")
         self._model_path, self._revision = model_path, revision
-        target = outer.target_worker.model_runner
+        target = draft_worker.target_worker.model_runner
         self.block_size = dflash_checkpoint.block_size(config)
-        reason = dflash_checkpoint.no_room(self.block_size, sglang_api.widest_step())
+        reason = dflash_checkpoint.block_too_large_reason(
+            self.block_size, sglang_api.max_step_tokens()
+        )
         if reason:
             raise UnsupportedEngineError(reason)
-        dflash_worker_v2.DFlashVerifyInput = _stop
+        dflash_worker_v2.DFlashVerifyInput = _raise_drafted
         saved, target.spec_algorithm = target.spec_algorithm, SpeculativeAlgorithm.DFLASH
         try:
-            with self.scope(), sglang_api.with_draft_config(target, config):
-                self._worker = _DraftingHalf(
-                    outer.server_args, outer.gpu_id, outer.nccl_port, outer.target_worker
+            with self.override_config(), sglang_api.override_draft_config(target, config):
+                self._worker = _DraftOnlyWorker(
+                    draft_worker.server_args,
+                    draft_worker.gpu_id,
+                    draft_worker.nccl_port,
+                    draft_worker.target_worker,
                 )
         finally:
             target.spec_algorithm = saved
@@ -84,11 +91,11 @@ class DFlashDrafter(Attempts):
                 "steered: it must see each step when it is read"
             )
         self._offsets: dict[int, torch.Tensor] = {}
-        self._device = outer.device
+        self._device = draft_worker.device
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def override_config(self) -> AbstractContextManager[Any]:
         """Gives SGLang the configuration of a DFlash-only engine, inside the `with` block."""
-        found: AbstractContextManager[Any] = get_spec().override(
+        override: AbstractContextManager[Any] = get_spec().override(
             speculative_algorithm="DFLASH",
             speculative_draft_model_path=self._model_path,
             speculative_draft_model_revision=self._revision,
@@ -96,7 +103,7 @@ class DFlashDrafter(Attempts):
             speculative_num_draft_tokens=self.block_size,
             speculative_draft_window_size=None,
         )
-        return found
+        return override
 
     @property
     def runner(self) -> Any:
@@ -106,24 +113,26 @@ class DFlashDrafter(Attempts):
     @property
     def mask_token(self) -> int:
         """Returns the token id that stands for the unknown tokens of a block."""
-        found: int = self._worker._mask_token_id
-        return found
+        token_id: int = self._worker._mask_token_id
+        return token_id
 
-    def refresh(self) -> None:
+    def refresh_fused_weights(self) -> None:
         """Rebuilds what SGLang derives from the weights: the fused key and value weights."""
         if self._worker._fused_kv_helper is not None:
-            fused_keys.refresh(self._worker._fused_kv_helper, self._worker.draft_model.layers)
+            fused_keys.refresh_fused_weights(
+                self._worker._fused_kv_helper, self._worker.draft_model.layers
+            )
 
-    def lend_layout(self, draft: Any) -> None:
+    def copy_layout_to(self, draft: Any) -> None:
         """Gives a draft worker the rank layout of this drafter."""
-        sglang_api.lie_like(draft, self._worker)
+        sglang_api.match_memory_layout(draft, self._worker)
 
-    def build(self, part: str, *arguments: Any, **named: Any) -> None:
+    def build_part(self, part: str, *arguments: Any, **named: Any) -> None:
         """Calls the method of the drafting half that builds `part`, by its name."""
-        with self.scope():
+        with self.override_config():
             getattr(self._worker, part)(*arguments, **named)
 
-    def capture(self, *, required: bool) -> None:
+    def capture_graphs(self, *, required: bool) -> None:
         """Captures the block's graphs after drafting a first block without them.
 
         If that block fails, the drafter is given up, or refused if it is required.  If the capture
@@ -133,23 +142,23 @@ class DFlashDrafter(Attempts):
         worker = self._worker._draft_worker
         original = worker.init_cuda_graphs
 
-        def after_a_block(*, capture_decode_cuda_graph: bool) -> None:
+        def capture_after_first_block(*, capture_decode_cuda_graph: bool) -> None:
             # SGLang registers its users' forward hooks in each call; graphs must not contain them.
             if capture_decode_cuda_graph and not sglang_api.config_leaf("forward_hooks"):
                 original(capture_decode_cuda_graph=False)
                 self.rehearse(required=required)
-            if not self.over:
+            if not self.failure_reason:
                 original(capture_decode_cuda_graph=capture_decode_cuda_graph)
 
-        worker.init_cuda_graphs = after_a_block
+        worker.init_cuda_graphs = capture_after_first_block
         try:
-            self.build("init_cuda_graphs")
+            self.build_part("init_cuda_graphs")
         except UnsupportedEngineError:
             raise
         except Exception as error:
             raise UnsupportedEngineError(
                 f"the graphs of the DFlash drafter {self._model_path} cannot be captured: "
-                f"{reason_of(error)}; leave memory for them (--mem-fraction-static, "
+                f"{error_reason(error)}; leave memory for them (--mem-fraction-static, "
                 "--cuda-graph-max-bs), or start the engine without this drafter"
             ) from error
         finally:
@@ -160,9 +169,9 @@ class DFlashDrafter(Attempts):
 
         Raises HookError if SGLang continued after drafting.
         """
-        keep = batch.spec_info
+        draft_input = batch.spec_info
         batch.spec_info = make_draft_input_v2(
-            bonus_tokens=keep.bonus_tokens, new_seq_lens=batch.seq_lens
+            bonus_tokens=draft_input.bonus_tokens, new_seq_lens=batch.seq_lens
         )
         try:
             self._worker.forward_batch_generation(batch)
@@ -170,7 +179,7 @@ class DFlashDrafter(Attempts):
             block: torch.Tensor = self._worker._draft_block_tokens_buf[: len(batch.seq_lens)]
             return block
         finally:
-            batch.spec_info = keep
+            batch.spec_info = draft_input
         raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
 
     def rehearse(self, *, required: bool) -> None:
@@ -178,7 +187,7 @@ class DFlashDrafter(Attempts):
 
         If that fails, the drafter is given up; raises UnsupportedEngineError if it is required.
         """
-        if self.over:
+        if self.failure_reason:
             return
         if not required:
             self.attempt(self._rehearse)
@@ -187,7 +196,8 @@ class DFlashDrafter(Attempts):
             self._rehearse()
         except Exception as error:
             raise UnsupportedEngineError(
-                f"the DFlash drafter {self._model_path} cannot draft: {reason_of(error)}; repair "
+                f"the DFlash drafter {self._model_path} cannot draft: {error_reason(error)}; "
+                "repair "
                 "it, or start the engine without it"
             ) from error
 
@@ -200,25 +210,25 @@ class DFlashDrafter(Attempts):
         request ever owns these, so no request is affected.
         """
         model = self._worker.draft_model
-        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         target = self._worker.model_runner.model_config
         width = model.num_context_features * target.hidden_size
         hidden = torch.zeros((1, width), dtype=target.dtype, device=self._device)
-        self.read(hidden, nothing, nothing)
+        self.read(hidden, zero, zero)
         batch = ScheduleBatch(
             reqs=[],
             forward_mode=ForwardMode.DECODE,
-            spec_info=make_draft_input_v2(bonus_tokens=nothing, new_seq_lens=nothing + 1),
-            req_pool_indices=nothing,
-            seq_lens=nothing + 1,
+            spec_info=make_draft_input_v2(bonus_tokens=zero, new_seq_lens=zero + 1),
+            req_pool_indices=zero,
+            seq_lens=zero + 1,
             seq_lens_cpu=torch.ones(1, dtype=torch.int64),
         )
         # Reading the block back waits for the device, whose errors are asynchronous.
         self.draft(batch).tolist()
 
     def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
-        """Returns the verification of the first gamma tokens of a block; see `verification_of`."""
-        return verification_of(draft, batch, block[:, 1 : draft.speculative_num_steps + 1])
+        """Returns the verification of a block's first gamma tokens; see `build_verification`."""
+        return build_verification(draft, batch, block[:, 1 : draft.speculative_num_steps + 1])
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads a prefill's positions: hidden [tokens, width], request after request."""
@@ -233,8 +243,8 @@ class DFlashDrafter(Attempts):
 
     def read_step(self, batch: Any, result: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads what a verification has accepted: hidden [B * width, ...]."""
-        size = batch.seq_lens.shape[0]
-        width = hidden.shape[0] // size
+        batch_size = batch.seq_lens.shape[0]
+        width = hidden.shape[0] // batch_size
         offsets = self._offsets.get(width)
         if offsets is None:
             offsets = self._offsets[width] = torch.arange(width, device=self._device)
@@ -244,7 +254,7 @@ class DFlashDrafter(Attempts):
             slots = self._worker._draft_write_ids(kv_loc_plan)
         self.read(
             hidden, slots, positions,
-            cache_loc_2d=slots.view(size, width), commit_lens=result.accept_lens,
+            cache_loc_2d=slots.view(batch_size, width), commit_lens=result.accept_lens,
         )  # fmt: skip
 
     def read(

@@ -35,7 +35,7 @@ def block_size(config: ModelConfig) -> int:
     return block_config(config).block
 
 
-def emitted_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
+def feature_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
     """Returns the target's layers that a checkpoint reads.  Raises UnsupportedEngineError."""
     try:
         return block_config(config).feature_layers(layer_count(target))
@@ -46,10 +46,10 @@ def emitted_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
 def layer_count(target: ModelConfig) -> int:
     """Returns the number of layers that a target runs in sequence, as SGLang counts them."""
     config = target.hf_text_config
-    return int(config.num_hidden_layers) * loops(config)
+    return int(config.num_hidden_layers) * loop_count(config)
 
 
-def loops(config: Any) -> int:
+def loop_count(config: Any) -> int:
     """Returns how many times a target runs its layers in one pass.
 
     config: the part of its configuration that describes the layers.
@@ -57,18 +57,18 @@ def loops(config: Any) -> int:
     return int(getattr(config, "num_loops", 1))
 
 
-def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:
+def block_draft_lengths(gammas: Iterable[int], size: int) -> tuple[int, ...]:
     """Returns the draft lengths that a block of this size can fill."""
     return tuple(gamma for gamma in gammas if gamma < size)
 
 
-def no_room(size: int, widest: int) -> str:
+def block_too_large_reason(size: int, step_tokens: int) -> str:
     """Explains why the engine has no room for blocks of this size; "" if it has.
 
-    widest: tokens of one sequence in a step.  The block is written behind the context, where the
-    engine reserves room for the widest step.
+    step_tokens: tokens of one sequence in a step.  The block is written behind the context, where
+    the engine reserves room for the widest step.
     """
-    if widest >= size:
+    if step_tokens >= size:
         return ""
     return (
         f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: add "
@@ -76,17 +76,18 @@ def no_room(size: int, widest: int) -> str:
     )
 
 
-def other_width(asked: int | None, size: int) -> str:
+def block_size_mismatch_reason(requested_size: int | None, size: int) -> str:
     """Explains why blocks of the size that a user asked for cannot be drafted; "" if they can."""
-    if asked in {None, size}:
+    if requested_size in {None, size}:
         return ""
     return (
-        f"--speculative-num-draft-tokens {asked}: the checkpoint drafts blocks of {size}, and "
+        f"--speculative-num-draft-tokens {requested_size}: the checkpoint drafts blocks of {size}, "
+        "and "
         "shorter ones accept less; leave it out"
     )
 
 
-def trained_mask(model_path: str) -> str:
+def trained_mask_reason(model_path: str) -> str:
     """Explains why a checkpoint with a trained mask embedding is refused; "" without one."""
     path = Path(model_path) / "mask_embedding.pt"
     if not path.exists():

@@ -22,7 +22,7 @@ from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters import target_capture
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
-from engine_shim.sglang.drafters.dflash_checkpoint import draft_config, other_width
+from engine_shim.sglang.drafters.dflash_checkpoint import block_size_mismatch_reason, draft_config
 from engine_shim.sglang.drafters.hidden_states import emit_for_block
 
 
@@ -54,11 +54,11 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         config = draft_config(server_args, path, revision)
         fallback = "from now on nothing that is drafted is accepted"
         self.block = DFlashDrafter(config, path, revision, self, fallback)
-        asked = server_args.speculative_num_draft_tokens
-        reason = other_width(asked, self.block.block_size)
+        requested_tokens = server_args.speculative_num_draft_tokens
+        reason = block_size_mismatch_reason(requested_tokens, self.block.block_size)
         if reason:
             raise UnsupportedEngineError(reason)
-        self.block.lend_layout(self)
+        self.block.copy_layout_to(self)
         self.tree_mask_mode = default_tree_mask_mode()
 
     @property
@@ -68,11 +68,11 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def alloc_memory_pool(self, **arguments: Any) -> None:
         """Allocates the memory pool of the drafter."""
-        self.block.build("alloc_memory_pool", **arguments)
+        self.block.build_part("alloc_memory_pool", **arguments)
 
     def init_attention_backends(self) -> None:
         """Builds the attention backends of the drafter."""
-        self.block.build("init_attention_backends")
+        self.block.build_part("init_attention_backends")
         self.init_attention_backend()
 
     def init_attention_backend(self) -> None:
@@ -82,7 +82,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def init_cuda_graphs(self) -> None:
         """Captures the graphs of the drafter."""
-        self.block.capture(required=True)
+        self.block.capture_graphs(required=True)
 
     def _capture_cuda_graphs(self) -> None:
         """Captures nothing for a draft length, because the block has its own graphs."""
@@ -107,19 +107,19 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         draft_input = EagleDraftInput(
             bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
         )
-        self._fill(draft_input, next_token_ids.shape[0])
+        self._fill_draft_input(draft_input, next_token_ids.shape[0])
         return draft_input
 
     def _draft_extend_for_decode(self, batch: Any, result: Any, *, kv_loc_plan: Any = None) -> None:
         hidden = result.logits_output.hidden_states
         self.block.attempt(lambda: self.block.read_step(batch, result, hidden, kv_loc_plan))
-        self._fill(result.next_draft_input, batch.seq_lens.shape[0])
+        self._fill_draft_input(result.next_draft_input, batch.seq_lens.shape[0])
 
     def catch_up(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Reads positions that were slept through."""
         self.block.attempt(lambda: self.block.read(hidden, slots, positions))
 
-    def _fill(self, draft_input: Any, size: int) -> None:
+    def _fill_draft_input(self, draft_input: Any, size: int) -> None:
         """Fills in placeholders for an EAGLE head's outputs; a block needs only the cache."""
         config, device = self.draft_runner.model_config, self.device
         draft_input.topk_p = torch.zeros((size, 1), device=device)
@@ -141,7 +141,7 @@ def register() -> None:
 
 def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
     """Wraps `resolve_spec_aux_hidden_state_config`, to capture only what the block reads."""
-    found = original(**arguments)
+    capture_config = original(**arguments)
     if not arguments["is_draft_worker"] and arguments["spec_algorithm"].is_eagle():
         spec = get_spec()
         config = draft_config(
@@ -149,6 +149,8 @@ def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
             spec.speculative_draft_model_path,
             spec.speculative_draft_model_revision,
         )
-        found.eagle_use_aux_hidden_state = False
-        found.eagle_draft_num_layers = emit_for_block(found, config, arguments["model_config"])
-    return found
+        capture_config.eagle_use_aux_hidden_state = False
+        capture_config.eagle_draft_num_layers = emit_for_block(
+            capture_config, config, arguments["model_config"]
+        )
+    return capture_config

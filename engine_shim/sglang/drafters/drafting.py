@@ -9,57 +9,57 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
-from engine_shim.link.losses import reason_of
+from engine_shim.link.lost_capabilities import error_reason
 from engine_shim.sglang.api import ranks
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
 
-class Attempts:
+class OptionalPart:
     """Base of optional parts of an engine, which are switched off after their first error.
 
-    over: why the part no longer works; "" while it does.
+    failure_reason: why the part no longer works; "" while it does.
     """
 
-    def __init__(self, end: str) -> None:
+    def __init__(self, failure_message: str) -> None:
         """Takes the log message for the first error."""
-        self.over, self._end = "", end
+        self.failure_reason, self._failure_message = "", failure_message
 
-    def attempt(self, part: Callable[[], Found]) -> Found | None:
+    def attempt(self, part: Callable[[], Result]) -> Result | None:
         """Runs a part of the work; returns None if this or an earlier part has failed.
 
         After the first error no part runs any more.  With several ranks the error is raised,
         because the other ranks would continue.
         """
-        if not self.over:
+        if not self.failure_reason:
             try:
                 return part()
             except Exception as error:
-                if ranks.are_several():
+                if ranks.has_other_ranks():
                     raise
-                self.over = reason_of(error)
-                _log.exception("%s", self._end)
+                self.failure_reason = error_reason(error)
+                _log.exception("%s", self._failure_message)
         return None
 
 
-def fits(draft: Any, batch: Any) -> bool:
+def fits_draft_worker(draft: Any, batch: Any) -> bool:
     """Whether a batch is no larger than the constant tensors of a draft worker allow."""
     return bool(batch.seq_lens.shape[0] <= draft._topk1_parents_prealloc.shape[0])
 
 
-def verification_of(draft: Any, batch: Any, tokens: torch.Tensor) -> Any:
+def build_verification(draft: Any, batch: Any, tokens: torch.Tensor) -> Any:
     """Returns the `EagleVerifyInput` of tokens [B, gamma] for each request.
 
     draft: the `EagleDraftWorker` (or its replacement), set to gamma.
     """
-    gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+    gamma, batch_size = draft.speculative_num_steps, batch.seq_lens.shape[0]
     return build_eagle_verify_input(
         batch,
         batch.spec_info,
-        draft._topk1_parents_prealloc[:size],
-        draft._topk1_score_indices_prealloc[:size],
+        draft._topk1_parents_prealloc[:batch_size],
+        draft._topk1_score_indices_prealloc[:batch_size],
         tokens.contiguous(),
         None,
         target_worker=draft.target_worker,

@@ -17,8 +17,8 @@ from sglang.srt.speculative import eagle_worker_v2
 
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
-from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
-from engine_shim.sglang.drafters.drafting import fits
+from engine_shim.sglang.drafters.dflash_checkpoint import block_draft_lengths
+from engine_shim.sglang.drafters.drafting import fits_draft_worker
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
 
 
@@ -60,7 +60,7 @@ class DualDrafter:
     @property
     def gammas(self) -> tuple[int, ...]:
         """Returns the draft lengths above 0 that its block can fill."""
-        return tuple(g for g in lengths_of_block(self._gammas, self.block.block_size) if g)
+        return tuple(g for g in block_draft_lengths(self._gammas, self.block.block_size) if g)
 
     def around_construct(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
@@ -80,27 +80,27 @@ class DualDrafter:
     ) -> None:
         """Wraps a method of `EagleDraftWorker` that builds something, `part` by name."""
         original(draft, *arguments, **named)
-        self.block.build(part, *arguments, **named)
+        self.block.build_part(part, *arguments, **named)
 
     def around_capture(self, original: Callable[..., None], draft: Any) -> None:
         """Captures the graphs of both drafters (wraps `EagleDraftWorker.init_cuda_graphs`)."""
         original(draft)
-        self.block.capture(required=self._required)
+        self.block.capture_graphs(required=self._required)
 
     def around_prefill(
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
         *arguments: Any, **named: Any,
     ) -> Any:  # fmt: skip
         """Reads the prompt with both drafters (wraps `_draft_extend_for_prefill`)."""
-        own, others = self._capture.split(hidden)
+        own_hidden, block_hidden = self._capture.split(hidden)
         if not batch.forward_mode.is_idle():
             slots = named.get("kv_loc_plan")
-            self.block.attempt(lambda: self.block.read_prompt(batch, others, slots))
-        return original(draft, batch, own, *arguments, **named)
+            self.block.attempt(lambda: self.block.read_prompt(batch, block_hidden, slots))
+        return original(draft, batch, own_hidden, *arguments, **named)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """Drafts instead of `EagleDraftWorker.draft`; None if the other drafter must draft."""
-        if not fits(draft, batch):
+        if not fits_draft_worker(draft, batch):
             return None
         return self.block.attempt(lambda: self.block.chain(draft, batch, self.block.draft(batch)))
 
@@ -111,16 +111,16 @@ class DualDrafter:
     def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
         """Reads what a step accepted; leaves only the other drafter's columns in `result`."""
         output = result.logits_output
-        output.hidden_states, others = self._capture.split(output.hidden_states)
-        self.block.attempt(lambda: self.block.read_step(batch, result, others, kv_loc_plan))
+        output.hidden_states, block_hidden = self._capture.split(output.hidden_states)
+        self.block.attempt(lambda: self.block.read_step(batch, result, block_hidden, kv_loc_plan))
 
     def catch_up(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Reads positions that were slept through; returns the other drafter's columns."""
-        own, others = self._capture.split(hidden)
-        self.block.attempt(lambda: self.block.read(others, slots, positions))
-        return own
+        own_hidden, block_hidden = self._capture.split(hidden)
+        self.block.attempt(lambda: self.block.read(block_hidden, slots, positions))
+        return own_hidden
 
     def _extend_properties(self) -> None:
         """Adds this drafter to the properties that SGLang reads from its workers."""
@@ -129,8 +129,8 @@ class DualDrafter:
         backends = worker_class.spec_v2_attn_backends.fget
 
         def draft_runners(draft: Any) -> list[Any]:
-            found = list(runners(draft))
-            return found if self._block is None else [*found, self._block.runner]
+            all_runners = list(runners(draft))
+            return all_runners if self._block is None else [*all_runners, self._block.runner]
 
         def spec_v2_attn_backends(worker: Any) -> tuple[Any, ...]:
             return (*backends(worker), self.block.runner.attn_backend)

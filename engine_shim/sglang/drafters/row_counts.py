@@ -23,7 +23,7 @@ class Role(NamedTuple):
 
 
 # The argument `kept` if no row was cut at the end of its answer.
-NOT_CUT: Final[Mapping[int, int]] = {}
+NO_CUT_ROWS: Final[Mapping[int, int]] = {}
 
 
 def count_rows(
@@ -31,84 +31,96 @@ def count_rows(
     outcome_cpu: Any,
     accepted: Sequence[int],
     role: Role,
-    lookup: int,
-    mixture: int | None,
+    lookup_index: int,
+    mixture_index: int | None,
     names: Sequence[str],
-    kept: Mapping[int, int] = NOT_CUT,
+    cut_row_tokens: Mapping[int, int] = NO_CUT_ROWS,
 ) -> None:
     """Adds the counts of a step's rows to its report.
 
-    outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
-    host counts them.  lookup, mixture: indices of drafters; mixture: the main drafter's mixture,
-    None if it has none.  names: of all drafters.  kept: tokens that the answers took, for rows that
-    were cut at the end of an answer.
+    outcome_cpu: [B, 5], as `RowDrafterChooser.learn` returns it.  accepted: [B] accepted drafts, as
+    the host counts them.  lookup_index, mixture_index: indices of drafters; mixture: the main
+    drafter's mixture, None if it has none.  names: of all drafters.  cut_row_tokens: tokens that
+    the answers took, for rows that were cut at the end of an answer.
     """
     gamma = report.gamma
-    chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
+    prefers_lookup, match, main_accepted, free_accepted, accepted_counts = np.asarray(
+        outcome_cpu, dtype=np.int64
+    ).T
     # Without a rule it is unknown what the mixture would have chosen.
-    has_rule, chose = bool((chose >= 0).all()), chose > 0
-    counted = np.array(accepted, dtype=np.int64)
-    if kept:
+    has_rule, prefers_lookup = bool((prefers_lookup >= 0).all()), prefers_lookup > 0
+    host_accepted = np.array(accepted, dtype=np.int64)
+    if cut_row_tokens:
         # Tokens after the end of an answer are no evidence: a step compares `found` + 1 tokens.
-        found = found.copy()
-        for row, tokens in kept.items():
-            found[row] = tokens - 1
-        main_shown = np.minimum(main_shown, found + 1)
-        free_shown = np.minimum(free_shown, found + 1)
-    _count_lookup(report, names[lookup], match, free_shown, found, gamma)
+        accepted_counts = accepted_counts.copy()
+        for row, tokens in cut_row_tokens.items():
+            accepted_counts[row] = tokens - 1
+        main_accepted = np.minimum(main_accepted, accepted_counts + 1)
+        free_accepted = np.minimum(free_accepted, accepted_counts + 1)
+    _count_lookup(report, names[lookup_index], match, free_accepted, accepted_counts, gamma)
     if role.is_mixed and role.main is not None:
-        for drafter, rows in ((role.main, ~chose), (lookup, chose)):
+        for drafter, rows in ((role.main, ~prefers_lookup), (lookup_index, prefers_lookup)):
             if rows.any():
-                add_group(report, names[drafter], gamma, _histogram(counted[rows], gamma))
-        _count_proposals(report, names[role.main], 0, main_shown, found, gamma)
-    elif role.main is not None and mixture is not None and has_rule:
-        would = np.where(chose, free_shown, main_shown)
-        _count_proposals(report, names[mixture], 0, would, found, gamma)
+                add_group(report, names[drafter], gamma, _histogram(host_accepted[rows], gamma))
+        _count_proposals(report, names[role.main], 0, main_accepted, accepted_counts, gamma)
+    elif role.main is not None and mixture_index is not None and has_rule:
+        mixture_accepted = np.where(prefers_lookup, free_accepted, main_accepted)
+        _count_proposals(report, names[mixture_index], 0, mixture_accepted, accepted_counts, gamma)
 
 
-def count_watched(report: StepReport, outcome_cpu: Any, main: str, lookup: str) -> None:
+def count_compared(report: StepReport, outcome_cpu: Any, main: str, lookup: str) -> None:
     """Adds the counts of a step at gamma 0, in which only first tokens were compared.
 
     main: the drafter that reads the tokens; its column is -1 if it proposes nothing.
     """
-    _, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
-    _count_lookup(report, lookup, match, free_shown, found, 1)
-    if len(main_shown) and main_shown[0] >= 0:
-        _count_proposals(report, main, 0, main_shown, found, 1)
+    _, match, main_accepted, free_accepted, accepted_counts = np.asarray(
+        outcome_cpu, dtype=np.int64
+    ).T
+    _count_lookup(report, lookup, match, free_accepted, accepted_counts, 1)
+    if len(main_accepted) and main_accepted[0] >= 0:
+        _count_proposals(report, main, 0, main_accepted, accepted_counts, 1)
 
 
 def _count_lookup(
     report: StepReport,
     lookup: str,
     match: np.ndarray,
-    shown: np.ndarray,
-    found: np.ndarray,
+    proposal_accepted: np.ndarray,
+    accepted_counts: np.ndarray,
     gamma: int,
 ) -> None:
     """Adds the acceptance of a lookup's proposals, by the length of the match."""
     for length in np.unique(match):
         if length:
             rows = match == length
-            _count_proposals(report, lookup, int(length), shown[rows], found[rows], gamma)
-    if without := int((match == 0).sum()):
+            _count_proposals(
+                report, lookup, int(length), proposal_accepted[rows], accepted_counts[rows], gamma
+            )
+    if unmatched_rows := int((match == 0).sum()):
         # Without a match, no draft would have been accepted.
-        add_proposals(report, lookup, 0, (without, *[0] * gamma))
+        add_proposals(report, lookup, 0, (unmatched_rows, *[0] * gamma))
 
 
 def _count_proposals(
     report: StepReport,
     drafter: str,
-    match: int,
-    shown: np.ndarray,
+    match_length: int,
+    proposal_accepted: np.ndarray,
     accepted: np.ndarray,
     gamma: int,
 ) -> None:
     # A step compares `accepted` + 1 tokens.
-    is_censored = (shown == accepted + 1) & (shown < gamma)
-    censored = np.bincount(shown[is_censored], minlength=gamma)
-    add_proposals(report, drafter, match, _histogram(shown[~is_censored], gamma), censored.tolist())
+    is_censored = (proposal_accepted == accepted + 1) & (proposal_accepted < gamma)
+    censored = np.bincount(proposal_accepted[is_censored], minlength=gamma)
+    add_proposals(
+        report,
+        drafter,
+        match_length,
+        _histogram(proposal_accepted[~is_censored], gamma),
+        censored.tolist(),
+    )
 
 
 def _histogram(values: np.ndarray, gamma: int) -> list[int]:
-    found: list[int] = np.bincount(values, minlength=gamma + 1).tolist()
-    return found
+    counts: list[int] = np.bincount(values, minlength=gamma + 1).tolist()
+    return counts

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.training import drafter_config
-from engine_shim.sglang.training.blocks import STEERED
+from engine_shim.sglang.training.blocks import STEERED_FAMILIES
 
 
 class Sd2Mlp(nn.Module):
@@ -33,10 +33,10 @@ class Sd2Mlp(nn.Module):
     steering: g of each row, set before every pass.
     """
 
-    def __init__(self, plain: Any, width: int, inner: int) -> None:
+    def __init__(self, plain_mlp: Any, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_up_proj = plain.gate_up_proj
-        self.down_proj = plain.down_proj
+        self.gate_up_proj = plain_mlp.gate_up_proj
+        self.down_proj = plain_mlp.down_proj
         self.steer = nn.Linear(width, inner, bias=False)
         self.steering: torch.Tensor | None = None
 
@@ -48,8 +48,8 @@ class Sd2Mlp(nn.Module):
             up = up + self.steer(self.steering)
         inner = functional.silu(gate) * up
         # In some versions of SGLang, Llama and Qwen models pass no batch.
-        named = {} if forward_batch is None else {"forward_batch": forward_batch}
-        output, _ = self.down_proj(inner, **named)
+        batch_argument = {} if forward_batch is None else {"forward_batch": forward_batch}
+        output, _ = self.down_proj(inner, **batch_argument)
         return output
 
 
@@ -86,8 +86,12 @@ class SteeredModel(nn.Module):
         **_: Any,
     ) -> Any:
         """Runs the model as SGLang calls it; returns the steering vectors as its hidden states."""
-        given = forward_batch.spec_info.hidden_states
-        steering = given if given.shape[-1] == self.target_width else self._steering(given)
+        hidden_states = forward_batch.spec_info.hidden_states
+        steering = (
+            hidden_states
+            if hidden_states.shape[-1] == self.target_width
+            else self._steering(hidden_states)
+        )
         for layer in self.model.layers:
             layer.mlp.steering = steering
         hidden = self.model(input_ids, positions, forward_batch, input_embeds)
@@ -110,12 +114,12 @@ class SteeredQwen3ForCausalLM(SteeredModel, Qwen3ForCausalLM):
     """A steered Qwen3."""
 
 
-_MODELS: Final = (SteeredLlamaForCausalLM, SteeredQwen2ForCausalLM, SteeredQwen3ForCausalLM)
+_MODEL_CLASSES: Final = (SteeredLlamaForCausalLM, SteeredQwen2ForCausalLM, SteeredQwen3ForCausalLM)
 
 
 def register() -> None:
     """Adds the classes to SGLang's registry in this process."""
-    for model in _MODELS:
+    for model in _MODEL_CLASSES:
         ModelRegistry.models[model.__name__] = model
 
 
@@ -140,6 +144,6 @@ def around_carried_width(
 ) -> tuple[int, int | None]:
     """Wraps the function `resolve_spec_hidden_size`, for the width passed between draft steps."""
     width, flattened = original(config, *sizes)
-    if STEERED.keys() & set(getattr(config, "architectures", None) or ()):
+    if STEERED_FAMILIES.keys() & set(getattr(config, "architectures", None) or ()):
         width = carried_width(config)
     return width, flattened

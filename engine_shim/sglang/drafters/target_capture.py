@@ -18,13 +18,13 @@ from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import nn
 
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.sglang.drafters.dflash_checkpoint import loops
+from engine_shim.sglang.drafters.dflash_checkpoint import loop_count
 
 # Models whose `forward` passes on unchanged what the layers return, one tensor or two parts.
-_HANDS_ON = frozenset({"MiMoForCausalLM"})
+_PASS_THROUGH_MODELS = frozenset({"MiMoForCausalLM"})
 
 
-def holder_of(model: nn.Module) -> Any:
+def find_capture_holder(model: nn.Module) -> Any:
     """Returns the part of a target that keeps the list of layers to emit.
 
     Entry i is emitted as the input of layer i.  Raises UnsupportedEngineError if no part does.
@@ -38,9 +38,9 @@ def holder_of(model: nn.Module) -> Any:
     return holder
 
 
-def emittable(holder: Any) -> int:
+def emittable_layer_count(holder: Any) -> int:
     """Returns how many layers a target runs; a looped target counts them once for each loop."""
-    return len(holder.layers) * loops(getattr(holder, "config", None))
+    return len(holder.layers) * loop_count(getattr(holder, "config", None))
 
 
 def around_configure(original: Callable[..., None], *, model: Any, **arguments: Any) -> None:
@@ -49,13 +49,13 @@ def around_configure(original: Callable[..., None], *, model: Any, **arguments: 
     Raises UnsupportedEngineError for a target that cannot emit what DFlash reads.
     """
     if arguments["dflash_use_aux_hidden_state"]:
-        enable(model)
-        configure_block(original, model=model, **arguments)
+        enable_block_capture(model)
+        configure_block_capture(original, model=model, **arguments)
     else:
         original(model=model, **arguments)
 
 
-def configure_block(
+def configure_block_capture(
     original: Callable[..., None], *, model: Any, dflash_target_layer_ids: Sequence[int],
     **arguments: Any,
 ) -> list[int]:  # fmt: skip
@@ -64,39 +64,39 @@ def configure_block(
     The layer number after the last one stands for the last layer's output, which the final norm
     provides.  Raises UnsupportedEngineError for a target whose final norm is unknown.
     """
-    holder = holder_of(model)
-    count = emittable(holder)
-    others = [layer for layer in dflash_target_layer_ids if layer != count - 1]
+    holder = find_capture_holder(model)
+    layer_count = emittable_layer_count(holder)
+    inner_layers = [layer for layer in dflash_target_layer_ids if layer != layer_count - 1]
     holder.layers_to_capture = []
-    original(model=model, dflash_target_layer_ids=others, **arguments)
+    original(model=model, dflash_target_layer_ids=inner_layers, **arguments)
     inputs = sorted(holder.layers_to_capture)
-    if len(others) < len(dflash_target_layer_ids):
-        _emit_last(model, holder)
-        inputs.append(count)
+    if len(inner_layers) < len(dflash_target_layer_ids):
+        _emit_last_output(model, holder)
+        inputs.append(layer_count)
     return inputs
 
 
-def enable(model: Any) -> None:
+def enable_block_capture(model: Any) -> None:
     """Gives a target `set_dflash_layers_to_capture` if it lacks it.
 
     Raises UnsupportedEngineError if it is unknown how the target can emit hidden states.
     """
     if hasattr(model, "set_dflash_layers_to_capture"):
         return
-    holder, name = holder_of(model), type(model).__name__
-    passes_on = hasattr(model, "capture_aux_hidden_states")
-    if not passes_on:
-        if name not in _HANDS_ON:
+    holder, name = find_capture_holder(model), type(model).__name__
+    has_capture_flag = hasattr(model, "capture_aux_hidden_states")
+    if not has_capture_flag:
+        if name not in _PASS_THROUGH_MODELS:
             raise UnsupportedEngineError(
                 f"{name} does not pass on what its layers emit, and how to change that is unknown: "
                 "a DFlash drafter has nothing to read"
             )
-        model.logits_processor.register_forward_pre_hook(_pass_on)
+        model.logits_processor.register_forward_pre_hook(_add_emitted_states)
         # DFlash embeds its block with what SGLang's method returns without an argument.
         model.get_input_embeddings = lambda: holder.embed_tokens
 
     def set_layers(layers: Sequence[int]) -> None:
-        if passes_on:
+        if has_capture_flag:
             model.capture_aux_hidden_states = True
         # The output of a layer is the input of the next one.
         holder.layers_to_capture = [layer + 1 for layer in layers]
@@ -104,16 +104,16 @@ def enable(model: Any) -> None:
     model.set_dflash_layers_to_capture = set_layers
 
 
-def _pass_on(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _add_emitted_states(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Passes both parts of what the layers have returned to `LogitsProcessor.forward`."""
-    tokens, returned, *rest = arguments
+    tokens, returned, *remaining = arguments
     if not isinstance(returned, tuple):
         return None
     hidden, emitted = returned
-    return (tokens, hidden, *rest, emitted)
+    return (tokens, hidden, *remaining, emitted)
 
 
-def _emit_last(model: nn.Module, holder: Any) -> None:
+def _emit_last_output(model: nn.Module, holder: Any) -> None:
     """Appends the last layer's output, the input of the final norm, to what the layers emit.
 
     Raises UnsupportedEngineError for layers without a final norm.
@@ -124,24 +124,24 @@ def _emit_last(model: nn.Module, holder: Any) -> None:
             f"{type(model).__name__} has no final norm, before which the output of its last layer "
             "could be read: use a DFlash drafter whose target_layer_ids leave out the last layer"
         )
-    normed: list[torch.Tensor] = []
+    last_outputs: list[torch.Tensor] = []
 
-    def keep(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+    def store_last_output(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
         # A fused norm adds the residual to the layer's output, and returns the sum as well.  The
         # next pass may overwrite that memory, so it is copied.
-        normed[:] = [(result[1] if isinstance(result, tuple) else arguments[0]).clone()]
+        last_outputs[:] = [(result[1] if isinstance(result, tuple) else arguments[0]).clone()]
 
-    def append(_: nn.Module, _arguments: tuple[Any, ...], result: Any) -> Any:
+    def append_last_output(_: nn.Module, _arguments: tuple[Any, ...], result: Any) -> Any:
         hidden, emitted = result if isinstance(result, tuple) else (result, [])
-        if not normed and hidden.shape[0]:
+        if not last_outputs and hidden.shape[0]:
             raise UnsupportedEngineError(
                 f"{type(model).__name__} does not call its final norm, so that the output of its "
                 "last layer is unknown: use a DFlash drafter whose target_layer_ids leave it out"
             )
         # SGLang skips the norm if there are no tokens.
-        last = normed.pop() if normed else hidden
-        before = [pack_aux_hidden_states(emitted)] if len(emitted) else []
-        return hidden, [*before, last]
+        last_output = last_outputs.pop() if last_outputs else hidden
+        emitted_before = [pack_aux_hidden_states(emitted)] if len(emitted) else []
+        return hidden, [*emitted_before, last_output]
 
-    norm.register_forward_hook(keep)
-    holder.register_forward_hook(append)
+    norm.register_forward_hook(store_last_output)
+    holder.register_forward_hook(append_last_output)

@@ -8,8 +8,8 @@ is reported and the current version keeps serving.  The version is tried again l
 file may arrive late.
 
 If ranks share the drafter, rank 0 decides, and all ranks do the same before the same step (see
-link/orders.py).  Each rank reads the version and keeps its share.  Once rank 0 has read it, the
-ranks exchange their states, and switch together if all of them can.
+link/rank_commands.py).  Each rank reads the version and keeps its share.  Once rank 0 has read it,
+the ranks exchange their states, and switch together if all of them can.
 
 While signals are collected, `LearntVersions` stores the result of online updates as versions.  A
 trainer's rounds start from a version, and a failing version is rolled back to one, so the served
@@ -32,22 +32,22 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import torch
 
-from engine_shim.link.losses import reason_of
-from engine_shim.link.orders import OrderKind, Orders
-from engine_shim.sglang.api.transfer import launched
+from engine_shim.link.lost_capabilities import error_reason
+from engine_shim.link.rank_commands import RankCommandKind, RankCommands
+from engine_shim.sglang.api.transfer import record_launched_work
 from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
-from engine_shim.sglang.training.versions import FOLDER as VERSIONS_FOLDER
-from engine_shim.sglang.training.versions import Made, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME as VERSIONS_FOLDER
+from engine_shim.sglang.training.versions import VersionError, VersionOrigin, Versions
 
 if TYPE_CHECKING:
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
 
-Whole = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS: Final = 10.0
 # Seconds between two questions whether the other ranks have read a version.
-_ASK_SECONDS: Final = 0.1
+_ASK_PEERS_SECONDS: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -73,194 +73,209 @@ class Deployment:
     """
 
     def __init__(
-        self, signals_folder: Path, drafter: LiveDrafter, orders: Orders | None = None
+        self, signals_folder: Path, drafter: LiveDrafter, orders: RankCommands | None = None
     ) -> None:
         """Stores the drafter as the base version, on rank 0.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
         self._shares = drafter.shares
-        self._ranks = self._shares.peers
+        self._peers = self._shares.peers
         self._versions = Versions(signals_folder / VERSIONS_FOLDER)
-        if self._ranks.rank == 0:
+        if self._peers.rank == 0:
             self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
-        self._like = {name: part.to("meta") for name, part in drafter.parameters.items()}
+        self._expected_parameters = {
+            name: part.to("meta") for name, part in drafter.parameters.items()
+        }
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
         self._learnt = LearntVersions(self._versions)
         # The version from which the serving one was learnt; a plan may still name it.
         self._replaced: int | None = None
         # The version that served before the last deployment; a plan may return to it.
-        self._before = 0
-        self._reading: _Work[Whole] | None = None
-        self._retry_at = self._ask_at = 0.0
-        self._stopped = self._has_changed = False
+        self._previous_version = 0
+        self._read_task: _BackgroundTask[Weights] | None = None
+        self._retry_at = self._ask_peers_at = 0.0
+        self._is_stopped = self._has_changed = False
         self._error: Exception | None = None
-        self._orders = orders or Orders()
-        self._orders.register(OrderKind.READ, self._read)
-        self._orders.register(OrderKind.SERVE, self._serve)
+        self._orders = orders or RankCommands()
+        self._orders.register(RankCommandKind.READ, self._start_reading)
+        self._orders.register(RankCommandKind.SERVE, self._serve_version)
 
-    def before_step(self, wanted: int | None) -> bool:
+    def before_step(self, planned_version: int | None) -> bool:
         """Runs on rank 0 when a decode step begins.
 
-        wanted: the plan's version, None without a plan.  Returns whether the serving weights have
-        changed since the previous step.  Raises the error that kept a rank from writing them.
+        planned_version: the plan's version, None without a plan.  Returns whether the serving
+        weights have changed since the previous step.  Raises the error that kept a rank from
+        writing them.
         """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._stopped or wanted is None:
-            self._reading = None
-        elif not self._orders.are_open:
-            self._pursue(wanted)
+        if self._is_stopped or planned_version is None:
+            self._read_task = None
+        elif not self._orders.has_pending:
+            self._pursue_version(planned_version)
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
-    def keep_learnt(
-        self, online: OnlineUpdates, *, collecting: bool, others_serve: bool = False
+    def store_learnt(
+        self, online: OnlineUpdates, *, collecting: bool, is_replaced: bool = False
     ) -> None:
         """Runs after `before_step`: tracks what online updates have made of the serving version.
 
         collecting: whether to store the result as a new version, which then counts as serving.
-        others_serve: the value that `before_step` returned.
+        on_external_weights: the value that `before_step` returned.
         """
         counters = self.counters
-        if others_serve:
-            online.others_serve()
-        if collecting and not self._stopped:
-            stored = self._learnt.before_step(online, counters.version, self._needed())
-            if stored is not None:
-                _log.info("version %d is what online updates made of %d", stored, counters.version)
+        if is_replaced:
+            online.on_external_weights()
+        if collecting and not self._is_stopped:
+            stored_version = self._learnt.before_step(
+                online, counters.version, self._needed_versions()
+            )
+            if stored_version is not None:
+                _log.info(
+                    "version %d is what online updates made of %d", stored_version, counters.version
+                )
                 if self._replaced is None:
                     self._replaced = counters.version
-                counters.version = stored
-            elif self._learnt.failing:
-                counters.state = f"what was learnt cannot be stored: {self._learnt.failing}"
+                counters.version = stored_version
+            elif self._learnt.failure_reason:
+                counters.state = f"what was learnt cannot be stored: {self._learnt.failure_reason}"
         counters.learnt_from = counters.version if online.has_learnt else self._replaced
 
-    def _needed(self) -> set[int]:
+    def _needed_versions(self) -> set[int]:
         """Returns the versions that a plan may still name, without the serving one."""
-        reading = self._reading
-        return {self._before, self._replaced or 0, 0 if reading is None else reading.version}
+        read_task = self._read_task
+        return {
+            self._previous_version,
+            self._replaced or 0,
+            0 if read_task is None else read_task.version,
+        }
 
-    def stop(self, why: str) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the deployments; the current weights keep serving and are still reported."""
-        self._stopped = True
-        self.counters.state = why
+        self._is_stopped = True
+        self.counters.state = reason
 
-    def _pursue(self, wanted: int) -> None:
-        reading = self._reading
-        if wanted == self.counters.version:
-            self._reading, self.counters.state, self._replaced = None, "ready", None
-        elif wanted == self._replaced:
+    def _pursue_version(self, planned_version: int) -> None:
+        read_task = self._read_task
+        if planned_version == self.counters.version:
+            self._read_task, self.counters.state, self._replaced = None, "ready", None
+        elif planned_version == self._replaced:
             # The plan is older than the version that was learnt from this one.
             return
-        elif not wanted:
-            self._orders.propose(OrderKind.SERVE, 0)
-        elif reading is None or reading.version != wanted:
-            if monotonic() >= self._retry_at or self._failed_another(wanted):
-                self._orders.propose(OrderKind.READ, wanted)
-        elif reading.is_done and monotonic() >= self._ask_at:
-            self._orders.propose(OrderKind.SERVE, wanted)
+        elif not planned_version:
+            self._orders.propose(RankCommandKind.SERVE, 0)
+        elif read_task is None or read_task.version != planned_version:
+            if monotonic() >= self._retry_at or self._failed_other_version(planned_version):
+                self._orders.propose(RankCommandKind.READ, planned_version)
+        elif read_task.is_done and monotonic() >= self._ask_peers_at:
+            self._orders.propose(RankCommandKind.SERVE, planned_version)
 
-    def _read(self, version: int) -> None:
+    def _start_reading(self, version: int) -> None:
         """Starts reading a version, on every rank."""
-        work = partial(self._loaded, version)
-        self._reading = _Work("speculation-draft", version, work, (VersionError, OSError))
+        work = partial(self._load_share, version)
+        self._read_task = _BackgroundTask(
+            "speculation-draft", version, work, (VersionError, OSError)
+        )
 
-    def _loaded(self, version: int) -> Whole:
+    def _load_share(self, version: int) -> Weights:
         """Returns this rank's share of a version, on the drafter's device."""
-        own = self._shares.of(self._versions.load(version, self._like))
-        return {name: part.to(self._shares.live[name].device) for name, part in own.items()}
+        share = self._shares.select_share(
+            self._versions.load_parameters(version, self._expected_parameters)
+        )
+        return {name: part.to(self._shares.live[name].device) for name, part in share.items()}
 
-    def _serve(self, version: int) -> None:
+    def _serve_version(self, version: int) -> None:
         """Serves a version if all ranks have read it; every rank calls this in the same step."""
-        reading, self._reading = self._reading, None
+        read_task, self._read_task = self._read_task, None
         if version:
-            answers = self._ranks.told(self._answer(reading, version))
-            if why := self._of_ranks(answers):
-                self._cannot_be_used(version, why)
+            rank_answers = self._peers.all_gather(self._read_answer(read_task, version))
+            if failure := self._join_reasons(rank_answers):
+                self._report_unusable(version, failure)
                 return
-            if reading is None or None in answers:
-                self._reading, self._ask_at = reading, monotonic() + _ASK_SECONDS
+            if read_task is None or None in rank_answers:
+                self._read_task, self._ask_peers_at = read_task, monotonic() + _ASK_PEERS_SECONDS
                 return
-        error = self._written(None if reading is None else reading.result)
-        failures = self._ranks.told("" if error is None else reason_of(error))
-        if why := self._of_ranks(failures):
-            self._error = error or RuntimeError(why)
-            if self._ranks.several:
+        error = self._write_weights(None if read_task is None else read_task.result)
+        failures = self._peers.all_gather("" if error is None else error_reason(error))
+        if failure := self._join_reasons(failures):
+            self._error = error or RuntimeError(failure)
+            if self._peers.has_other_ranks:
                 # Some ranks have written it, and all ranks must serve one version: the first one.
-                self._written(None)
+                self._write_weights(None)
                 self.counters.version = 0
             return
-        self._changed(version)
+        self._record_deployment(version)
 
-    def _answer(self, reading: _Work[Whole] | None, version: int) -> str | None:
+    def _read_answer(self, read_task: _BackgroundTask[Weights] | None, version: int) -> str | None:
         """Returns "" if this rank can serve the version, None while it reads, else the reason."""
-        if self._stopped:
+        if self._is_stopped:
             return self.counters.state
-        if reading is None or reading.version != version:
+        if read_task is None or read_task.version != version:
             return "this rank was not ordered to read it"
-        return reading.why if reading.is_done else None
+        return read_task.failure_reason if read_task.is_done else None
 
-    def _of_ranks(self, answers: list[str | None] | list[str]) -> str:
+    def _join_reasons(self, answers: list[str | None] | list[str]) -> str:
         """Joins the reasons; names the rank of each if there are several ranks."""
-        found = [(rank, why) for rank, why in enumerate(answers) if why]
-        if not self._ranks.several:
-            return found[0][1] if found else ""
-        return "; ".join(f"rank {rank}: {why}" for rank, why in found)
+        rank_reasons = [(rank, reason) for rank, reason in enumerate(answers) if reason]
+        if not self._peers.has_other_ranks:
+            return rank_reasons[0][1] if rank_reasons else ""
+        return "; ".join(f"rank {rank}: {reason}" for rank, reason in rank_reasons)
 
-    def _cannot_be_used(self, version: int, why: str) -> None:
+    def _report_unusable(self, version: int, reason: str) -> None:
         self._retry_at = monotonic() + _RETRY_SECONDS
-        state = f"version {version} cannot be used: {why}"
-        if state != self.counters.state and self._ranks.rank == 0:
+        state = f"version {version} cannot be used: {reason}"
+        if state != self.counters.state and self._peers.rank == 0:
             _log.error("%s", state)
         self.counters.state = state
 
-    def _written(self, weights: Whole | None) -> Exception | None:
+    def _write_weights(self, weights: Weights | None) -> Exception | None:
         """Writes this rank's weights, None for the first ones; returns the error, if any."""
         try:
             if weights is None:
-                self._weights.serve_first()
+                self._weights.serve_initial()
             else:
                 self._weights.serve(weights)
         except Exception as error:  # noqa: BLE001 - for example out of memory
             return error
         return None
 
-    def _failed_another(self, wanted: int) -> bool:
-        return not self.counters.state.startswith(f"version {wanted} ")
+    def _failed_other_version(self, planned_version: int) -> bool:
+        return not self.counters.state.startswith(f"version {planned_version} ")
 
-    def _changed(self, version: int) -> None:
-        self._before = self.counters.version
-        if self._ranks.rank == 0:
-            _log.info("version %d of the drafter serves, after %d", version, self._before)
+    def _record_deployment(self, version: int) -> None:
+        self._previous_version = self.counters.version
+        if self._peers.rank == 0:
+            _log.info("version %d of the drafter serves, after %d", version, self._previous_version)
         self.counters.version, self._replaced = version, None
         self.counters.deployed += 1
         self.counters.state = "ready"
         self._has_changed = True
 
 
-class _Work(Generic[_Result]):
+class _BackgroundTask(Generic[_Result]):
     """Runs a task for a version on its own thread.
 
-    result: what `work` returned; None until then, and if it failed.  why: the reason of a failure.
-    expected: errors whose message is sufficient without their type.
+    result: what `work` returned; None until then, and if it failed.  failure_reason: the reason of
+    a failure. expected: errors whose message is sufficient without their type.
     """
 
     def __init__(
         self,
         name: str,
         version: int,
-        work: Callable[[], _Result],
-        expected: tuple[type[Exception], ...] = (),
+        function: Callable[[], _Result],
+        expected_errors: tuple[type[Exception], ...] = (),
     ) -> None:
         self.version = version
         self.result: _Result | None = None
-        self.why = ""
-        self._work, self._expected = work, expected
+        self.failure_reason = ""
+        self._function, self._expected_errors = function, expected_errors
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
-            self.why = reason_of(error)
+            self.failure_reason = error_reason(error)
 
     @property
     def is_done(self) -> bool:
@@ -269,62 +284,79 @@ class _Work(Generic[_Result]):
 
     def _run(self) -> None:
         try:
-            self.result = self._work()
-        except self._expected as error:
-            self.why = str(error)
+            self.result = self._function()
+        except self._expected_errors as error:
+            self.failure_reason = str(error)
         except Exception as error:  # noqa: BLE001 - for example out of memory, or a full disk
-            self.why = reason_of(error)
+            self.failure_reason = error_reason(error)
 
 
 class LearntVersions:
     """Stores the weights that one engine has learnt.
 
-    failing: why they could not be stored; "" while nothing has failed.
+    failure_reason: why they could not be stored; "" while nothing has failed.
     """
 
     def __init__(self, versions: Versions) -> None:
-        self.failing = ""
+        self.failure_reason = ""
         self._versions = versions
-        self._storing: _Work[int] | None = None
+        self._store_task: _BackgroundTask[int] | None = None
         self._retry_at = 0.0
 
-    def before_step(self, online: OnlineUpdates, serving: int, needed: set[int]) -> int | None:
+    def before_step(
+        self, online: OnlineUpdates, serving_version: int, needed_versions: set[int]
+    ) -> int | None:
         """Runs when a decode step begins, while signals are collected.  Does not wait.
 
-        serving: the version from which the weights were learnt.  needed: other versions that must
-        not be deleted.  Returns the new version of the served weights, once they are stored.
+        serving_version: the version from which the weights were learnt.  needed_versions: other
+        versions that must not be deleted.  Returns the new version of the served weights, once they
+        are stored.
         """
-        storing = self._storing
-        if storing is None:
-            if online.may_be_stored and monotonic() >= self._retry_at:
+        store_task = self._store_task
+        if store_task is None:
+            if online.can_be_stored and monotonic() >= self._retry_at:
                 weights = online.learnt_weights()
-                copied = launched(next(iter(weights.values())).device)
-                work = partial(self._store, weights, copied, {serving, *needed}, serving)
-                self._storing = _Work("speculation-learnt", serving, work)
+                copy_done = record_launched_work(next(iter(weights.values())).device)
+                work = partial(
+                    self._store,
+                    weights,
+                    copy_done,
+                    {serving_version, *needed_versions},
+                    serving_version,
+                )
+                self._store_task = _BackgroundTask("speculation-learnt", serving_version, work)
             return None
-        if not storing.is_done:
+        if not store_task.is_done:
             return None
-        self._storing = None
-        if storing.result is None:
+        self._store_task = None
+        if store_task.result is None:
             self._retry_at = monotonic() + _RETRY_SECONDS
-            if storing.why != self.failing:
-                _log.error("the result of online updates cannot be stored: %s", storing.why)
-            self.failing = storing.why
+            if store_task.failure_reason != self.failure_reason:
+                _log.error(
+                    "the result of online updates cannot be stored: %s", store_task.failure_reason
+                )
+            self.failure_reason = store_task.failure_reason
             return None
-        self.failing = ""
+        self.failure_reason = ""
         # If they have changed in the meantime, the new weights are stored again.
-        return storing.result if online.were_stored() else None
+        return store_task.result if online.mark_stored() else None
 
-    def _store(self, weights: Whole, copied: torch.Event | None, kept: set[int], base: int) -> int:
-        """Writes weights that were learnt from version `base`, and returns their version's number.
+    def _store(
+        self,
+        weights: Weights,
+        copy_done: torch.Event | None,
+        kept_versions: set[int],
+        base_version: int,
+    ) -> int:
+        """Writes weights learnt from version `base_version`; returns the new version's number.
 
-        copied: event of the copy on a GPU, None without one.  kept: versions that must not be
-        deleted.
+        copy_done: event of the copy on a GPU, None without one.  kept_versions: versions that must
+        not be deleted.
         """
         try:  # Delete old versions first, because the disk may be full.
-            self._versions.forget(kept)
+            self._versions.delete_old(kept_versions)
         except OSError as error:  # for example owned by another user
             _log.warning("old versions of the drafter cannot be deleted: %s", error)
-        if copied is not None:
-            copied.synchronize()
-        return self._versions.publish(weights, Made(base, 0.0, 0.0, 0.0, 0, 0.0))
+        if copy_done is not None:
+            copy_done.synchronize()
+        return self._versions.publish(weights, VersionOrigin(base_version, 0.0, 0.0, 0.0, 0, 0.0))

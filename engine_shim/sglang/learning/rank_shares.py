@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.api.ranks import ALONE, Peers
+from engine_shim.sglang.api.ranks import SINGLE_RANK, Peers
 from engine_shim.sglang.training.students import UnsupportedDrafterError
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredTensor:
     """A tensor of the model.
 
-    held: this rank's live part, with SGLang's padding.  shard: how the ranks share it.  whole: rank
-    0's copy; on other ranks a tensor of that shape without values.
+    rank_tensor: this rank's live part, with SGLang's padding.  shard: how the ranks share it.
+    whole_tensor: rank 0's copy; on other ranks a tensor of that shape without values.
     """
 
-    held: torch.Tensor
+    rank_tensor: torch.Tensor
     shard: Shard
-    whole: torch.Tensor
+    whole_tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +46,34 @@ class RankShares:
     """
 
     live: dict[str, torch.Tensor]
-    peers: Peers = ALONE
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    peers: Peers = SINGLE_RANK
+    rank_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shards: dict[str, Shard] = field(default_factory=dict)
-    borrowed: tuple[Gathered, ...] = ()
+    borrowed: tuple[GatheredTensor, ...] = ()
 
-    def of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def select_share(self, whole_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns this rank's share of whole weights; views where that is possible."""
         if not self.shards:
-            return {name: whole[name] for name in self.live}
+            return {name: whole_tensors[name] for name in self.live}
         rank = self.peers.rank
-        return {name: shard.cut(whole[name], rank) for name, shard in self.shards.items()}
+        return {name: shard.cut(whole_tensors[name], rank) for name, shard in self.shards.items()}
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields on rank 0 the whole served weights, one after the other; a collective."""
         if not self.shards:
             yield from self.live.items()
         for name, shard in self.shards.items():
-            if found := self.peers.collected(self.held[name]):
-                yield name, shard.joined(found)
+            if parts := self.peers.gather(self.rank_tensors[name]):
+                yield name, shard.join(parts)
 
     def copy_borrowed(self) -> None:
         """Copies what the drafter borrows from the target to rank 0 again; a collective."""
         for part in self.borrowed:
-            if found := self.peers.collected(part.held):
-                part.whole.copy_(part.shard.joined(found))
+            if parts := self.peers.gather(part.rank_tensor):
+                part.whole_tensor.copy_(part.shard.join(parts))
 
 
-class Gathering:
+class ParameterGatherer:
     """Gathers a model's parameters.  The calls are collectives: every rank makes the same ones.
 
     On rank 0 the parameters are whole, on the host.  Other ranks get tensors of the same shape
@@ -85,76 +85,78 @@ class Gathering:
         self._live: dict[str, torch.Tensor] = {}
         self._shards: dict[str, Shard] = {}
         # By the address of this rank's part, so that tied parameters stay tied.
-        self._found: dict[int, Gathered] = {}
+        self._gathered: dict[int, GatheredTensor] = {}
 
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
         """Returns all of them by name.  Raises UnsupportedDrafterError."""
-        if not self._peers.several:
+        if not self._peers.has_other_ranks:
             return dict(model.named_parameters())
-        found: dict[str, torch.Tensor] = {}
+        whole_parameters: dict[str, torch.Tensor] = {}
         modules = dict(model.named_modules())
-        for name, held in model.named_parameters():
+        for name, rank_tensor in model.named_parameters():
             owner, _, own_name = name.rpartition(".")
-            found[name] = self._whole(modules[owner], own_name, held)
-            self._live[name] = held
-            self._shards[name] = shard_of(modules[owner], own_name, self._peers.size)
-        return found
+            whole_parameters[name] = self._gather_whole(modules[owner], own_name, rank_tensor)
+            self._live[name] = rank_tensor
+            self._shards[name] = find_shard(modules[owner], own_name, self._peers.size)
+        return whole_parameters
 
     def weight(self, module: Any) -> torch.Tensor:
         """Returns the weight of an embedding or a head.  Raises UnsupportedDrafterError."""
-        if not self._peers.several:
+        if not self._peers.has_other_ranks:
             weight: torch.Tensor = module.weight
             return weight
-        return self._whole(module, "weight", module.weight)
+        return self._gather_whole(module, "weight", module.weight)
 
     def shares(self, parameters: Mapping[str, torch.Tensor]) -> RankShares:
         """Returns this rank's share of parameters that `parameters` has returned.
 
         The caller may have cut rows of padding off them.
         """
-        if not self._peers.several:
+        if not self._peers.has_other_ranks:
             return RankShares(dict(parameters))
-        held = {name: self._live[name].detach() for name in parameters}
+        rank_tensors = {name: self._live[name].detach() for name in parameters}
         shards = {
-            name: self._shards[name].without_padding(len(whole))
-            for name, whole in parameters.items()
+            name: self._shards[name].trim_length(len(whole_tensor))
+            for name, whole_tensor in parameters.items()
         }
         rank = self._peers.rank
-        live = {name: shards[name].unpadded(part, rank) for name, part in held.items()}
-        trained = {part.data_ptr() for part in held.values()}
-        borrowed = [part for place, part in self._found.items() if place not in trained]
-        return RankShares(live, self._peers, held, shards, tuple(borrowed))
+        live = {name: shards[name].trim_padding(part, rank) for name, part in rank_tensors.items()}
+        trained_addresses = {part.data_ptr() for part in rank_tensors.values()}
+        borrowed = [
+            part for address, part in self._gathered.items() if address not in trained_addresses
+        ]
+        return RankShares(live, self._peers, rank_tensors, shards, tuple(borrowed))
 
-    def _whole(self, module: Any, name: str, held: torch.Tensor) -> torch.Tensor:
-        found = self._found.get(held.data_ptr())
-        if found is None:
-            shard = shard_of(module, name, self._peers.size)
-            parts = self._peers.collected(held)
-            whole = (
-                shard.joined(parts)
+    def _gather_whole(self, module: Any, name: str, rank_tensor: torch.Tensor) -> torch.Tensor:
+        gathered = self._gathered.get(rank_tensor.data_ptr())
+        if gathered is None:
+            shard = find_shard(module, name, self._peers.size)
+            parts = self._peers.gather(rank_tensor)
+            whole_tensor = (
+                shard.join(parts)
                 if parts
-                else torch.empty(shard.whole_shape(held), dtype=held.dtype)
+                else torch.empty(shard.whole_shape(rank_tensor), dtype=rank_tensor.dtype)
             )
-            found = Gathered(held.detach(), shard, whole)
-            self._found[held.data_ptr()] = found
-        return found.whole
+            gathered = GatheredTensor(rank_tensor.detach(), shard, whole_tensor)
+            self._gathered[rank_tensor.data_ptr()] = gathered
+        return gathered.whole_tensor
 
 
 class Piece(NamedTuple):
     """One of the matrices that a parameter fuses.
 
-    length: rows of the whole.  size: rows of a rank's share; that of the last rank may be shorter.
-    replicas: number of ranks that hold the same share.
+    whole_length: rows of the whole.  rank_length: rows of a rank's share; that of the last rank may
+    be shorter. replicas: number of ranks that hold the same share.
     """
 
-    length: int
-    size: int
+    whole_length: int
+    rank_length: int
     replicas: int = 1
 
     def span(self, rank: int) -> tuple[int, int]:
         """Returns where a rank's share begins and ends in the whole."""
-        first = min(rank // self.replicas * self.size, self.length)
-        return first, min(first + self.size, self.length)
+        first = min(rank // self.replicas * self.rank_length, self.whole_length)
+        return first, min(first + self.rank_length, self.whole_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,52 +169,52 @@ class Shard:
     dim: int = 0
     pieces: tuple[Piece, ...] = ()
 
-    def cut(self, whole: Tensor, rank: int) -> Tensor:
+    def cut(self, whole_tensor: Tensor, rank: int) -> Tensor:
         """Returns a rank's share of the whole; a view if it is contiguous."""
         if not self.pieces:
-            return whole
+            return whole_tensor
         parts, start = [], 0
         for piece in self.pieces:
             first, last = piece.span(rank)
-            parts.append(whole.narrow(self.dim, start + first, last - first))
-            start += piece.length
+            parts.append(whole_tensor.narrow(self.dim, start + first, last - first))
+            start += piece.whole_length
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def joined(self, held: Sequence[Tensor]) -> Tensor:
+    def join(self, rank_tensors: Sequence[Tensor]) -> Tensor:
         """Joins the ranks' parts, which include padding, in the order of the ranks."""
         if not self.pieces:
-            return held[0]
+            return rank_tensors[0]
         parts, start = [], 0
         for piece in self.pieces:
-            for rank in range(0, len(held), piece.replicas):
+            for rank in range(0, len(rank_tensors), piece.replicas):
                 first, last = piece.span(rank)
-                parts.append(held[rank].narrow(self.dim, start, last - first))
-            start += piece.size
+                parts.append(rank_tensors[rank].narrow(self.dim, start, last - first))
+            start += piece.rank_length
         return torch.cat(parts, self.dim)
 
-    def whole_shape(self, held: Tensor) -> list[int]:
+    def whole_shape(self, rank_tensor: Tensor) -> list[int]:
         """Returns the shape of the whole, from one rank's part."""
-        shape = list(held.shape)
+        shape = list(rank_tensor.shape)
         if self.pieces:
-            shape[self.dim] = sum(piece.length for piece in self.pieces)
+            shape[self.dim] = sum(piece.whole_length for piece in self.pieces)
         return shape
 
-    def without_padding(self, length: int) -> Shard:
-        """Returns the shard of the first `length` rows, if the whole ends in padding rows."""
+    def trim_length(self, length: int) -> Shard:
+        """Returns the shard of the first `whole_length` rows, if the whole ends in padding rows."""
         if self.dim or len(self.pieces) != 1:
             return self
-        return replace(self, pieces=(self.pieces[0]._replace(length=length),))
+        return replace(self, pieces=(self.pieces[0]._replace(whole_length=length),))
 
-    def unpadded(self, held: Tensor, rank: int) -> Tensor:
+    def trim_padding(self, rank_tensor: Tensor, rank: int) -> Tensor:
         """Returns a rank's share of the whole: a view of its part without the padding."""
         if len(self.pieces) != 1:
-            return held
+            return rank_tensor
         first, last = self.pieces[0].span(rank)
-        return held.narrow(self.dim, 0, last - first)
+        return rank_tensor.narrow(self.dim, 0, last - first)
 
 
-def shard_of(module: Any, name: str, ranks: int) -> Shard:
-    """Returns how `ranks` ranks share the parameter `name` of this layer.
+def find_shard(module: Any, name: str, rank_count: int) -> Shard:
+    """Returns how `rank_count` ranks share the parameter `name` of this layer.
 
     Recognises SGLang's layers by the names of their classes, because they can only be imported on a
     machine that can run them.  Raises UnsupportedDrafterError.
@@ -221,8 +223,8 @@ def shard_of(module: Any, name: str, ranks: int) -> Shard:
     if "VocabParallelEmbedding" in kinds:
         if module.num_added_embeddings:
             raise UnsupportedDrafterError("its embedding has rows for added tokens")
-        size = module.num_embeddings_per_partition
-        return _rows(module, ranks, Piece(module.num_embeddings_padded, size))
+        rank_rows = module.num_embeddings_per_partition
+        return _row_shard(module, rank_count, Piece(module.num_embeddings_padded, rank_rows))
     if "QKVParallelLinear" in kinds:
         replicas = module.num_kv_head_replicas
         keys, values = (
@@ -232,23 +234,29 @@ def shard_of(module: Any, name: str, ranks: int) -> Shard:
         queries = Piece(
             module.total_num_heads * module.head_size, module.num_heads * module.head_size
         )
-        return _rows(module, ranks, queries, keys, values)
+        return _row_shard(module, rank_count, queries, keys, values)
     if "MergedColumnParallelLinear" in kinds:
         shares = zip(module.output_sizes, module.output_partition_sizes, strict=True)
-        return _rows(module, ranks, *(Piece(*share) for share in shares))
+        return _row_shard(module, rank_count, *(Piece(*share) for share in shares))
     if "ColumnParallelLinear" in kinds:
-        return _rows(module, ranks, Piece(module.output_size, module.output_size_per_partition))
+        return _row_shard(
+            module, rank_count, Piece(module.output_size, module.output_size_per_partition)
+        )
     if "RowParallelLinear" in kinds and name == "weight":
-        shard = _rows(module, ranks, Piece(module.input_size, module.input_size_per_partition))
+        shard = _row_shard(
+            module, rank_count, Piece(module.input_size, module.input_size_per_partition)
+        )
         return replace(shard, dim=1)
     return Shard()
 
 
-def _rows(module: Any, ranks: int, *pieces: Piece) -> Shard:
-    if all(piece.length == piece.size for piece in pieces):
+def _row_shard(module: Any, rank_count: int, *pieces: Piece) -> Shard:
+    if all(piece.whole_length == piece.rank_length for piece in pieces):
         return Shard()
-    if any(piece.length * piece.replicas != piece.size * ranks for piece in pieces):
+    if any(
+        piece.whole_length * piece.replicas != piece.rank_length * rank_count for piece in pieces
+    ):
         raise UnsupportedDrafterError(
-            f"its {type(module).__name__} is not divided by the number of ranks, {ranks}"
+            f"its {type(module).__name__} is not divided by the number of ranks, {rank_count}"
         )
     return Shard(0, pieces)

@@ -20,24 +20,24 @@ from math import sqrt
 from typing import Final
 
 # First positions drafted between two judgements.
-_EVERY: Final = 400
+_JUDGE_EVERY_DRAFTS: Final = 400
 # Drafts of the first baseline.
-_BASELINE: Final = 200
+_BASELINE_DRAFTS: Final = 200
 # The fewest drafts for any judgement, and the fewest drafts of the newest weights before they count
 # as good.  So many suffice to show a collapse.
-_LEAST: Final = 50
-_LEAST_OF_NEWEST: Final = 24
+_MIN_DRAFTS: Final = 50
+_MIN_NEWEST_DRAFTS: Final = 24
 # After so many drafts an undecided case counts as good.  While updates rest, the sign of the
 # difference decides.
-_MOST: Final = 4000
-_MOST_AT_REST: Final = 1600
-_MOST_DOUBLINGS: Final = 6
+_MAX_DRAFTS: Final = 4000
+_MAX_DRAFTS_AT_REST: Final = 1600
+_MAX_HOLD_DOUBLINGS: Final = 6
 # Standard errors.  A fall below the first limit is noise, a fall above the second one is real.  In
 # between more steps are observed, so that a series of small falls is not accepted.
-_NO_FALL: Final = 1.0
-_LIMIT: Final = 3.0
+_NOISE_STANDARD_ERRORS: Final = 1.0
+_FALL_STANDARD_ERRORS: Final = 3.0
 # The limit for the test after every step; it is higher because the test is repeated often.
-_EARLY_LIMIT: Final = 5.0
+_EARLY_FALL_STANDARD_ERRORS: Final = 5.0
 
 
 class GuardVerdict(Enum):
@@ -59,151 +59,155 @@ class Acceptance:
         self.successes += successes
         self.trials += trials
 
-    def without(self, part: Acceptance) -> Acceptance:
+    def subtract(self, part: Acceptance) -> Acceptance:
         """Returns the counts without those of `part`."""
-        found = Acceptance()
-        found.add(self.successes - part.successes, self.trials - part.trials)
-        return found
+        remainder = Acceptance()
+        remainder.add(self.successes - part.successes, self.trials - part.trials)
+        return remainder
 
     @property
     def rate(self) -> float:
         """Returns the share of accepted drafts; 0 without drafts."""
         return self.successes / self.trials if self.trials else 0.0
 
-    def fell_from(self, before: Acceptance) -> float:
+    def drop_in_standard_errors(self, earlier: Acceptance) -> float:
         """Returns by how many standard errors the rate has fallen; 0 without any trial."""
-        if not self.trials or not before.trials:
+        if not self.trials or not earlier.trials:
             return 0.0
-        both = (self.successes + before.successes) / (self.trials + before.trials)
-        variance = both * (1 - both) * (1 / self.trials + 1 / before.trials)
-        return (before.rate - self.rate) / sqrt(variance) if variance else 0.0
+        pooled_rate = (self.successes + earlier.successes) / (self.trials + earlier.trials)
+        variance = pooled_rate * (1 - pooled_rate) * (1 / self.trials + 1 / earlier.trials)
+        return (earlier.rate - self.rate) / sqrt(variance) if variance else 0.0
 
 
 class RollbackGuard:
     """Judges new weights.
 
-    before: acceptance of the last good weights; found: acceptance of the serving weights.
+    good: acceptance of the last good weights; found: acceptance of the serving weights.
     """
 
     def __init__(self) -> None:
-        self.before = Acceptance()
-        self.found = Acceptance()
-        # The part of `found` since the last update.
+        self.good = Acceptance()
+        self.current = Acceptance()
+        # The part of `current` since the last update.
         self._newest = Acceptance()
         # Drafts with good weights that must be observed before anything is learnt.
-        self.hold = _BASELINE
-        self._due = _EVERY
-        self._updated = False
-        self._falls = 0
+        self.hold_drafts = _BASELINE_DRAFTS
+        self._due_drafts = _JUDGE_EVERY_DRAFTS
+        self._is_unjudged = False
+        self._fall_count = 0
 
     @property
-    def may_learn(self) -> bool:
+    def can_learn(self) -> bool:
         """Whether there is a baseline, and no due verdict waits for newer drafts."""
-        return not self.hold and not (self._is_due and self._waits_for_newest)
+        return not self.hold_drafts and not (self._is_due and self._waits_for_newest)
 
     @property
-    def knows_nothing(self) -> bool:
+    def has_no_baseline(self) -> bool:
         """Whether no weights have been judged yet."""
-        return not self.before.trials
+        return not self.good.trials
 
     @property
-    def unjudged(self) -> bool:
+    def has_unjudged(self) -> bool:
         """Whether the serving weights have not been judged yet."""
-        return self._updated
+        return self._is_unjudged
 
-    def updated(self) -> None:
+    def on_update(self) -> None:
         """Must be called after an update; earlier drafts count for the good weights."""
         self._newest = Acceptance()
-        if not self._updated:
-            self._updated = True
-            if self.hold:
-                self._look_on()
+        if not self._is_unjudged:
+            self._is_unjudged = True
+            if self.hold_drafts:
+                self._restart_observation()
                 return
-            self.before.add(self.found.successes, self.found.trials)
-            self._look_on()
+            self.good.add(self.current.successes, self.current.trials)
+            self._restart_observation()
 
-    def restart(self) -> None:
+    def on_other_weights(self) -> None:
         """Must be called when other weights serve without an update; they count as good."""
-        self._look_on()
-        self._updated = False
+        self._restart_observation()
+        self._is_unjudged = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Starts again with weights of unknown acceptance."""
-        self.restart()
-        self.before, self.hold = Acceptance(), _BASELINE
+        self.on_other_weights()
+        self.good, self.hold_drafts = Acceptance(), _BASELINE_DRAFTS
 
-    def add(self, successes: int, trials: int, *, rests: bool = False) -> GuardVerdict:
-        """Adds one step's first drafts.  rests: whether updates rest."""
-        self.found.add(successes, trials)
+    def observe(self, successes: int, trials: int, *, updates_rest: bool = False) -> GuardVerdict:
+        """Adds one step's first drafts.  updates_rest: whether updates rest."""
+        self.current.add(successes, trials)
         self._newest.add(successes, trials)
-        if self.hold:
-            return self._baseline(self.found)
+        if self.hold_drafts:
+            return self._measure_baseline(self.current)
         if self._has_collapsed():
-            return self._worse()
+            return self._reject()
         if not self._is_due or self._waits_for_newest:
             return GuardVerdict.NONE
-        return self._verdict(self.found, rests=rests)
+        return self._judge(self.current, updates_rest=updates_rest)
 
-    def _verdict(self, found: Acceptance, *, rests: bool) -> GuardVerdict:
+    def _judge(self, current: Acceptance, *, updates_rest: bool) -> GuardVerdict:
         """Judges when enough drafts were observed."""
-        fall = found.fell_from(self.before) if self._updated else 0.0
-        at_rest = rests and self._updated
-        most = _MOST_AT_REST if at_rest else _MOST
-        is_last = found.trials >= most
-        bound = 0.0 if is_last else _NO_FALL
-        if fall > (bound if at_rest else _LIMIT):
-            return self._worse()
-        if fall > (-_NO_FALL if at_rest else _NO_FALL) and not is_last:
-            self._due += _EVERY
+        fall = current.drop_in_standard_errors(self.good) if self._is_unjudged else 0.0
+        at_rest = updates_rest and self._is_unjudged
+        max_drafts = _MAX_DRAFTS_AT_REST if at_rest else _MAX_DRAFTS
+        is_last = current.trials >= max_drafts
+        bound = 0.0 if is_last else _NOISE_STANDARD_ERRORS
+        if fall > (bound if at_rest else _FALL_STANDARD_ERRORS):
+            return self._reject()
+        if fall > (-_NOISE_STANDARD_ERRORS if at_rest else _NOISE_STANDARD_ERRORS) and not is_last:
+            self._due_drafts += _JUDGE_EVERY_DRAFTS
             return GuardVerdict.NONE
-        if not self._updated or fall <= 0 or is_last:
-            self.before = found
-        self._look_on()
-        if not self._updated:
+        if not self._is_unjudged or fall <= 0 or is_last:
+            self.good = current
+        self._restart_observation()
+        if not self._is_unjudged:
             return GuardVerdict.NONE
-        self._updated, self._falls = False, 0
+        self._is_unjudged, self._fall_count = False, 0
         return GuardVerdict.GOOD
 
     @property
     def _is_due(self) -> bool:
-        return self.found.trials >= self._due
+        return self.current.trials >= self._due_drafts
 
     @property
     def _waits_for_newest(self) -> bool:
         """Whether the newest update has too few drafts to be judged."""
-        return self._updated and self._newest.trials < _LEAST_OF_NEWEST
+        return self._is_unjudged and self._newest.trials < _MIN_NEWEST_DRAFTS
 
     def _has_collapsed(self) -> bool:
         """Whether acceptance has collapsed, since the good weights or by the last update."""
-        found, newest, before = self.found, self._newest, self.before
-        if not self._updated or found.trials < _LEAST:
+        current, newest, good = self.current, self._newest, self.good
+        if not self._is_unjudged or current.trials < _MIN_DRAFTS:
             return False
-        if found.fell_from(before) > _EARLY_LIMIT:
+        if current.drop_in_standard_errors(good) > _EARLY_FALL_STANDARD_ERRORS:
             return True
         # Drafts between the good and the newest weights may have had a higher rate than both.
-        earlier = found.without(newest)
-        best = earlier if earlier.rate > before.rate else before
+        earlier = current.subtract(newest)
+        best = earlier if earlier.rate > good.rate else good
         return (
-            newest.trials >= _LEAST_OF_NEWEST
+            newest.trials >= _MIN_NEWEST_DRAFTS
             # With few drafts and a rate near 1, chance alone can be many standard errors.
             and newest.rate < best.rate / 2
-            and newest.fell_from(best) > _EARLY_LIMIT
+            and newest.drop_in_standard_errors(best) > _EARLY_FALL_STANDARD_ERRORS
         )
 
-    def _baseline(self, found: Acceptance) -> GuardVerdict:
-        if found.trials < self.hold:
+    def _measure_baseline(self, current: Acceptance) -> GuardVerdict:
+        if current.trials < self.hold_drafts:
             return GuardVerdict.NONE
         # Weights that were learnt before the baseline become the baseline.
-        learnt, self._updated = self._updated, False
-        self.before, self.hold = found, 0
-        self._look_on()
+        learnt, self._is_unjudged = self._is_unjudged, False
+        self.good, self.hold_drafts = current, 0
+        self._restart_observation()
         return GuardVerdict.GOOD if learnt else GuardVerdict.NONE
 
-    def _look_on(self) -> None:
-        self.found, self._newest, self._due = Acceptance(), Acceptance(), _EVERY
+    def _restart_observation(self) -> None:
+        self.current, self._newest, self._due_drafts = (
+            Acceptance(),
+            Acceptance(),
+            _JUDGE_EVERY_DRAFTS,
+        )
 
-    def _worse(self) -> GuardVerdict:
-        """Rejects the weights; `before` and `found` stay until `restart`, for the log."""
-        self.hold = _EVERY * 2 ** min(self._falls, _MOST_DOUBLINGS)
-        self._falls += 1
+    def _reject(self) -> GuardVerdict:
+        """Rejects the weights; `good` and `current` stay until `on_other_weights`, for the log."""
+        self.hold_drafts = _JUDGE_EVERY_DRAFTS * 2 ** min(self._fall_count, _MAX_HOLD_DOUBLINGS)
+        self._fall_count += 1
         return GuardVerdict.WORSE

@@ -2,7 +2,7 @@
 
     after_prefill   copies the end of each prompt on its device
     after_verify    copies the verified step on its device; every ROUNDS rounds, or earlier if the
-                    copies take CANVAS_BYTES, passes all copies to a thread
+                    copies take MAX_BATCH_BYTES, passes all copies to a thread
     _read           runs on that thread; makes signals of the copies (signal_runs.py) and passes
                     them to the writer's thread
 
@@ -25,48 +25,48 @@ import torch
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.api.transfer import launched
+from engine_shim.sglang.api.transfer import record_launched_work
 from engine_shim.sglang.learning.signal_runs import (
-    Canvas,
     DeviceBudget,
-    PromptCanvas,
+    PromptCopy,
     SignalRuns,
-    canvas_bytes,
-    canvas_of,
-    prompt_bytes,
-    prompt_canvas_of,
+    VerifiedStepCopy,
+    copy_prompts,
+    copy_verified_step,
+    prompt_copy_bytes,
+    verified_step_bytes,
 )
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.sglang.training.signals import SignalStore, SignalWriter
 
 # Copies of a batch that is read at once, the device memory of a batch, and how many batches may
 # wait.
-ROUNDS: Final = 16
-CANVAS_BYTES: Final = 32 << 20
-_BATCHES: Final = 2
+BATCH_ROUNDS: Final = 16
+MAX_BATCH_BYTES: Final = 32 << 20
+_WAITING_BATCHES: Final = 2
 _CLOSE_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _CopyBatch:
     """Copies of steps and prompts, in order.
 
-    nbytes: their size.  ends: whether every run ends after them.  ready: event of the last copy,
-    None on a CPU.
+    nbytes: their size.  ends_runs: whether every run ends after them.  copy_done: event of the last
+    copy, None on a CPU.
     """
 
-    canvases: list[Canvas | PromptCanvas]
+    copies: list[VerifiedStepCopy | PromptCopy]
     nbytes: int
-    ends: bool
-    ready: torch.Event | None
+    ends_runs: bool
+    copy_done: torch.Event | None
 
 
 class SignalCollector:
     """Collects the signals of one engine.  Raises OSError if the folder cannot be made.
 
-    over: why nothing is collected any longer; "" while collection is on.
+    end_reason: why nothing is collected any longer; "" while collection is on.
     """
 
     def __init__(self, settings: PluginSettings, target: Any) -> None:
@@ -75,56 +75,64 @@ class SignalCollector:
         self._writer = SignalWriter(store)
         self._runs = SignalRuns()
         self._top = settings.signals_top
-        self._final = FinalStates(target) if settings.signals_final_states else None
+        self._final_states = FinalStates(target) if settings.signals_final_states else None
         self._budget = DeviceBudget(settings.signals_device_megabytes << 20)
         # At once, one batch is read, _BATCHES wait, and one is filled.
-        self._batch_bytes = min(CANVAS_BYTES, self._budget.limit // (_BATCHES + 2))
-        self._canvases: list[Canvas | PromptCanvas] = []
-        self._canvases_bytes = 0
+        self._batch_bytes = min(MAX_BATCH_BYTES, self._budget.limit_bytes // (_WAITING_BATCHES + 2))
+        self._copies: list[VerifiedStepCopy | PromptCopy] = []
+        self._copies_bytes = 0
         # Whether runs may continue in the next round.
-        self._open = False
-        self._unread = 0
-        self._too_large = 0
-        self.over = ""
-        self._queue: queue.Queue[_Batch | None] = queue.Queue(_BATCHES)
+        self._is_open = False
+        self._dropped_rounds = 0
+        self._too_large_rounds = 0
+        self.end_reason = ""
+        self._queue: queue.Queue[_CopyBatch | None] = queue.Queue(_WAITING_BATCHES)
         self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
         self._thread.start()
 
-    def after_prefill(self, found: PromptPass | None) -> None:
-        """Runs after a prefill while signals are collected.  found: None to skip the prefill."""
-        if self.over or found is None:
+    def after_prefill(self, prompt_pass: PromptPass | None) -> None:
+        """Runs after a prefill while signals are collected.  prompt_pass: None to skip it."""
+        if self.end_reason or prompt_pass is None:
             return
-        final = None if self._final is None else self._final.of(len(found.tokens))
-        size = prompt_bytes(found, final)
-        if self._has_room(size):
-            self._keep(prompt_canvas_of(found, final), size)
+        final = (
+            None
+            if self._final_states is None
+            else self._final_states.newest_rows(len(prompt_pass.tokens))
+        )
+        copy_bytes = prompt_copy_bytes(prompt_pass, final)
+        if self._reserve_room(copy_bytes):
+            self._add_copy(copy_prompts(prompt_pass, final), copy_bytes)
         else:
-            self._unread += 1
+            self._dropped_rounds += 1
 
-    def after_verify(self, found: Verification, *, collecting: bool) -> None:
+    def after_verify(self, verification: Verification, *, collecting: bool) -> None:
         """Runs before a step's draft-extend."""
-        if self.over:
-            self._forget()
+        if self.end_reason:
+            self._drop_copies()
             return
         if not collecting:
-            if self._open:
-                self._open = not self._put(ends=True)
+            if self._is_open:
+                self._is_open = not self._queue_batch(ends_runs=True)
             return
-        final = None if self._final is None else self._final.of(len(found.tokens))
-        size = canvas_bytes(found, self._top, final)
-        if not self._has_room(size):
-            self._unread += 1
+        final = (
+            None
+            if self._final_states is None
+            else self._final_states.newest_rows(len(verification.tokens))
+        )
+        copy_bytes = verified_step_bytes(verification, self._top, final)
+        if not self._reserve_room(copy_bytes):
+            self._dropped_rounds += 1
             return
-        self._keep(canvas_of(found, self._top, final), size)
+        self._add_copy(copy_verified_step(verification, self._top, final), copy_bytes)
 
-    def _keep(self, canvas: Canvas | PromptCanvas, size: int) -> None:
-        self._open = True
-        self._canvases_bytes += size
-        self._canvases.append(canvas)
-        full = len(self._canvases) >= ROUNDS or self._canvases_bytes >= self._batch_bytes
-        if full and not self._put(ends=False):
-            self._unread += len(self._canvases)
-            self._forget()
+    def _add_copy(self, step_copy: VerifiedStepCopy | PromptCopy, copy_bytes: int) -> None:
+        self._is_open = True
+        self._copies_bytes += copy_bytes
+        self._copies.append(step_copy)
+        is_full = len(self._copies) >= BATCH_ROUNDS or self._copies_bytes >= self._batch_bytes
+        if is_full and not self._queue_batch(ends_runs=False):
+            self._dropped_rounds += len(self._copies)
+            self._drop_copies()
 
     def status(self) -> dict[str, Any]:
         """Returns the writer's counters and what waits for the writer.
@@ -134,101 +142,101 @@ class SignalCollector:
         them.  too_large: those of them that exceed the limit on their own.  device_bytes: size of
         the copies that are on the device now.
         """
-        found = asdict(self._writer.counters)
-        if self.over:
-            found["state"] = self.over
-        is_open = (self._open and not self.over) or self._queue.unfinished_tasks > 0
+        counters = asdict(self._writer.counters)
+        if self.end_reason:
+            counters["state"] = self.end_reason
+        is_open = (self._is_open and not self.end_reason) or self._queue.unfinished_tasks > 0
         return {
-            **found,
-            "waiting": self._writer.waiting,
+            **counters,
+            "waiting": self._writer.waiting_count,
             "open": is_open,
-            "unread": self._unread,
-            "too_large": self._too_large,
-            "device_bytes": self._budget.held,
+            "unread": self._dropped_rounds,
+            "too_large": self._too_large_rounds,
+            "device_bytes": self._budget.used_bytes,
         }
 
-    def give_up(self, why: str) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the collection after an error; copies that were not read are dropped."""
-        self.over = why
-        self._forget()
-        self._put(ends=True)
+        self.end_reason = reason
+        self._drop_copies()
+        self._queue_batch(ends_runs=True)
 
     def close(self) -> None:
         """Writes the remaining signals, for a few seconds at most; a second call does nothing."""
         if self._thread.is_alive():
             with suppress(queue.Full):
-                if self._open:
-                    self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
-                    self._open = False
+                if self._is_open:
+                    self._queue.put(self._make_batch(ends_runs=True), timeout=_CLOSE_SECONDS)
+                    self._is_open = False
                 self._queue.put(None, timeout=_CLOSE_SECONDS)
                 self._thread.join(_CLOSE_SECONDS)
-        self.over = self.over or "closed"
+        self.end_reason = self.end_reason or "closed"
         self._writer.close()
 
-    def _has_room(self, size: int) -> bool:
+    def _reserve_room(self, copy_bytes: int) -> bool:
         """Reserves the bytes of a copy; without room, has the waiting copies read."""
-        if self._budget.reserve(size):
+        if self._budget.reserve(copy_bytes):
             return True
-        if size > self._budget.limit:
-            if not self._too_large:
+        if copy_bytes > self._budget.limit_bytes:
+            if not self._too_large_rounds:
                 _log.warning(
                     "a round takes %.1f MiB of the device, more than "
                     "SPECULATION_SIGNALS_DEVICE_MEGABYTES=%d: such rounds are not collected",
-                    size / 2**20, self._budget.limit >> 20,
+                    copy_bytes / 2**20, self._budget.limit_bytes >> 20,
                 )  # fmt: skip
-            self._too_large += 1
-        elif self._canvases:
-            self._put(ends=False)
+            self._too_large_rounds += 1
+        elif self._copies:
+            self._queue_batch(ends_runs=False)
         return False
 
-    def _batch(self, *, ends: bool) -> _Batch:
-        ready = launched(self._canvases[-1].tokens.device) if self._canvases else None
-        return _Batch(self._canvases, self._canvases_bytes, ends, ready)
+    def _make_batch(self, *, ends_runs: bool) -> _CopyBatch:
+        copy_done = record_launched_work(self._copies[-1].tokens.device) if self._copies else None
+        return _CopyBatch(self._copies, self._copies_bytes, ends_runs, copy_done)
 
-    def _put(self, *, ends: bool) -> bool:
+    def _queue_batch(self, *, ends_runs: bool) -> bool:
         """Queues the copies for reading; returns False while the queue is full."""
         try:
-            self._queue.put_nowait(self._batch(ends=ends))
+            self._queue.put_nowait(self._make_batch(ends_runs=ends_runs))
         except queue.Full:
             return False
-        self._canvases, self._canvases_bytes = [], 0
+        self._copies, self._copies_bytes = [], 0
         return True
 
-    def _forget(self) -> None:
-        self._budget.release(self._canvases_bytes)
-        self._canvases, self._canvases_bytes = [], 0
+    def _drop_copies(self) -> None:
+        self._budget.release(self._copies_bytes)
+        self._copies, self._copies_bytes = [], 0
 
     def _run(self) -> None:
-        reads = True
+        is_reading = True
         while (batch := self._queue.get()) is not None:
-            size = batch.nbytes
-            reads = reads and self._is_read(batch)
+            batch_bytes = batch.nbytes
+            is_reading = is_reading and self._try_read(batch)
             # Frees its copies on the device now and not when the next batch arrives.
             del batch
-            self._budget.were_read(size)
+            self._budget.release_read(batch_bytes)
             self._queue.task_done()
 
-    def _is_read(self, batch: _Batch) -> bool:
+    def _try_read(self, batch: _CopyBatch) -> bool:
         """Reads a batch; after an error, ends the collection and returns False."""
         try:
             self._read(batch)
         except Exception as error:  # noqa: BLE001 - for example out of memory
             _log.exception("training signals are no longer collected")
-            self.over = f"{type(error).__name__}: {error}"
+            self.end_reason = f"{type(error).__name__}: {error}"
             return False
         return True
 
-    def _read(self, batch: _Batch) -> None:
-        if batch.ready is not None:
-            batch.ready.synchronize()
-        signals = self._runs.read(batch.canvases) if batch.canvases else []
-        if batch.ends:
-            signals += self._runs.end()
+    def _read(self, batch: _CopyBatch) -> None:
+        if batch.copy_done is not None:
+            batch.copy_done.synchronize()
+        signals = self._runs.read(batch.copies) if batch.copies else []
+        if batch.ends_runs:
+            signals += self._runs.end_runs()
         for signal in signals:
             self._writer.put(signal)
 
 
-def collector_for(runner: Any, settings: PluginSettings) -> SignalCollector:
+def make_collector(runner: Any, settings: PluginSettings) -> SignalCollector:
     """Makes the collector of an engine; runner: the target's.
 
     Raises UnsupportedEngineError, OSError for a folder that cannot be made.
@@ -249,15 +257,15 @@ class FinalStates:
 
     def __init__(self, target: Any) -> None:
         self._newest: torch.Tensor | None = None
-        target.logits_processor.register_forward_pre_hook(self._take)
+        target.logits_processor.register_forward_pre_hook(self._store_newest)
 
-    def of(self, rows: int) -> torch.Tensor:
+    def newest_rows(self, rows: int) -> torch.Tensor:
         """Returns [rows, hidden].  Raises RuntimeError if that pass had another number of rows."""
         if self._newest is None or self._newest.shape[0] != rows:
             raise RuntimeError("the target's last hidden states are not those of this round")
         return self._newest
 
-    def _take(self, _: Any, arguments: tuple[Any, ...]) -> None:
+    def _store_newest(self, _: Any, arguments: tuple[Any, ...]) -> None:
         self._newest = arguments[1]
 
 

@@ -11,22 +11,22 @@ from typing import Any, Final
 
 import torch
 
-from engine_shim.sglang.api.ranks import ALONE, Peers
-from engine_shim.sglang.api.transfer import keep_for_this_stream
-from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
+from engine_shim.sglang.api.ranks import SINGLE_RANK, Peers
+from engine_shim.sglang.api.transfer import protect_from_reuse
+from engine_shim.sglang.learning.rank_shares import ParameterGatherer, RankShares
 from engine_shim.sglang.training import students
 from engine_shim.sglang.training.blocks import Borrowed
 from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, read_eagle3
 
 MTP: Final = "MiMoMTP"
-LEARN: Final = (EAGLE3, DFLASH, MTP)
+SUPPORTED_CLASSES: Final = (EAGLE3, DFLASH, MTP)
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 # Parameters of other types are packed by quantization, and cannot be written directly.
-_PLAIN: Final = (torch.float32, torch.bfloat16, torch.float16)
+_UNPACKED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 # Elements of each parameter that are compared to detect a change by another writer.
-_SAMPLED: Final = 64
+_SAMPLES_PER_PARAMETER: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LiveDrafter:
     alone.  borrowed: the target's tensors that it references, and its draft vocabulary; they are
     never trained and never written to.  feature_width: numbers of the target's hidden states that
     it reads at a position.  refresh: must be called after parameters were written, to rebuild what
-    the engine derives from them.  ranked: this rank's share, if ranks share the parameters.
+    the engine derives from them.  rank_shares: this rank's share, if ranks share the parameters.
     """
 
     shape: students.DraftShape
@@ -45,12 +45,12 @@ class LiveDrafter:
     borrowed: Borrowed
     feature_width: int
     refresh: Callable[[], None] | None = None
-    ranked: RankShares | None = None
+    rank_shares: RankShares | None = None
 
     @property
     def shares(self) -> RankShares:
         """Returns what this rank holds of the parameters, and writes to."""
-        return self.ranked or RankShares(self.parameters)
+        return self.rank_shares or RankShares(self.parameters)
 
     @property
     def device(self) -> torch.device:
@@ -58,32 +58,40 @@ class LiveDrafter:
         return next(iter(self.shares.live.values())).device
 
 
-def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
+def live_drafter(
+    worker: Any, ranks: Peers = SINGLE_RANK, second_drafter: Any = None
+) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
     ranks: the ranks that share it; this is a collective, which all of them call at their start.
-    second: the `DFlashDrafter` beside the engine's own, if that learns.  Only this function decides
-    for which drafter an engine can learn, collect signals and take versions.  Raises
+    second_drafter: the `DFlashDrafter` beside the engine's own, if that learns.  Only this function
+    decides for which drafter an engine can learn, collect signals and take versions.  Raises
     UnsupportedDrafterError with the reason if a student would differ from this drafter.
     """
     draft = worker.draft_worker
-    model = (draft.draft_runner if second is None else second.runner).model
+    model = (draft.draft_runner if second_drafter is None else second_drafter.runner).model
     kind = type(model).__name__
-    if second is not None and (over := next(filter(None, ranks.told(second.over)), "")):
-        raise students.UnsupportedDrafterError(f"it no longer drafts: {over}")
-    if kind not in LEARN:
-        raise students.UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
-    whole = Gathering(ranks)
+    if second_drafter is not None and (
+        failure_reason := next(filter(None, ranks.all_gather(second_drafter.failure_reason)), "")
+    ):
+        raise students.UnsupportedDrafterError(f"it no longer drafts: {failure_reason}")
+    if kind not in SUPPORTED_CLASSES:
+        raise students.UnsupportedDrafterError(
+            f"it is a {kind}, not one of {', '.join(SUPPORTED_CLASSES)}"
+        )
+    gatherer = ParameterGatherer(ranks)
     if kind == DFLASH:
-        block = draft.block if second is None else second
-        found = _dflash(model, draft.target_worker, block, whole)
+        block = draft.block if second_drafter is None else second_drafter
+        drafter = _describe_dflash(model, draft.target_worker, block, gatherer)
     else:
-        found = _eagle3(model, whole) if kind == EAGLE3 else _mtp(model, whole)
-    _require_same(found)
-    return replace(found, ranked=whole.shares(found.parameters))
+        drafter = (
+            _describe_eagle3(model, gatherer) if kind == EAGLE3 else _describe_mtp(model, gatherer)
+        )
+    _require_student_match(drafter)
+    return replace(drafter, rank_shares=gatherer.shares(drafter.parameters))
 
 
-def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
+def _describe_eagle3(model: Any, gatherer: ParameterGatherer) -> LiveDrafter:
     config = model.config.to_dict()
     if model.load_lm_head_from_target:
         # SGLang has filled in the target's vocabulary size.
@@ -97,50 +105,56 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
     shape = students.eagle3_shape(config)
     # SGLang ignores a list of layers outside eagle_config when it makes the target emit states.
     shape = replace(shape, feature_layers=read_eagle3(config).captured_layers or ())
-    parameters = whole.parameters(model)
+    parameters = gatherer.parameters(model)
     embedding, head = parameters.pop(_EMBEDDING).detach(), None
     if not shape.own_head:
-        head = _unless_same(parameters.pop(_HEAD, None), embedding)
-    elif len(parameters[_HEAD]) > shape.drafts:
+        head = _separate_head(parameters.pop(_HEAD, None), embedding)
+    elif len(parameters[_HEAD]) > shape.draft_vocabulary_size:
         # SGLang pads it to a round number of rows.
-        parameters[_HEAD] = parameters[_HEAD].detach()[: shape.drafts]
+        parameters[_HEAD] = parameters[_HEAD].detach()[: shape.draft_vocabulary_size]
     tokens = students.draft_tokens(model.hot_token_id, shape)
     if tokens is not None:
         # SGLang leaves the list on the host, where its loader made it.
         tokens = tokens.to(embedding.device)
-    width = shape.features * shape.decoder.hidden
-    return LiveDrafter(shape, parameters, _cut(shape, embedding, head, tokens), width)
+    width = shape.feature_count * shape.decoder.hidden
+    return LiveDrafter(shape, parameters, _trim_borrowed(shape, embedding, head, tokens), width)
 
 
-def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
+def _describe_mtp(model: Any, gatherer: ParameterGatherer) -> LiveDrafter:
     shape = students.mtp_shape(model.config.to_dict())
-    parameters = whole.parameters(model)
+    parameters = gatherer.parameters(model)
     embedding = parameters.pop(_EMBEDDING).detach()
-    head = _unless_same(parameters.pop(_HEAD, None), embedding)
-    return LiveDrafter(shape, parameters, _cut(shape, embedding, head), shape.decoder.hidden)
+    head = _separate_head(parameters.pop(_HEAD, None), embedding)
+    return LiveDrafter(
+        shape, parameters, _trim_borrowed(shape, embedding, head), shape.decoder.hidden
+    )
 
 
-def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> LiveDrafter:
+def _describe_dflash(
+    model: Any, target_worker: Any, block: Any, gatherer: ParameterGatherer
+) -> LiveDrafter:
     """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
     target = target_worker.model_runner.model
     layers: int = target_worker.model_runner.model_config.hf_text_config.num_hidden_layers
     shape = students.dflash_shape(
         model.config.to_dict(), target_layers=layers, unnamed_mask=block.mask_token
     )
-    embedding = whole.weight(target.get_input_embeddings()).detach()
-    head = _unless_same(whole.weight(target.lm_head), embedding)
+    embedding = gatherer.weight(target.get_input_embeddings()).detach()
+    head = _separate_head(gatherer.weight(target.lm_head), embedding)
     width = len(shape.feature_layers) * shape.decoder.hidden
-    borrowed = _cut(shape, embedding, head)
-    return LiveDrafter(shape, whole.parameters(model), borrowed, width, block.refresh)
+    borrowed = _trim_borrowed(shape, embedding, head)
+    return LiveDrafter(
+        shape, gatherer.parameters(model), borrowed, width, block.refresh_fused_weights
+    )
 
 
-def _unless_same(head: torch.Tensor | None, embedding: torch.Tensor) -> torch.Tensor | None:
+def _separate_head(head: torch.Tensor | None, embedding: torch.Tensor) -> torch.Tensor | None:
     if head is None or head.data_ptr() == embedding.data_ptr():
         return None
     return head.detach()
 
 
-def _cut(
+def _trim_borrowed(
     shape: students.DraftShape,
     embedding: torch.Tensor,
     head: torch.Tensor | None,
@@ -151,26 +165,26 @@ def _cut(
     return Borrowed(embedding[:rows], None if head is None else head[:rows], tokens)
 
 
-def _require_same(found: LiveDrafter) -> None:
+def _require_student_match(drafter: LiveDrafter) -> None:
     """Raises UnsupportedDrafterError unless a student has exactly the drafter's parameters."""
-    live = {name: tuple(part.shape) for name, part in found.parameters.items()}
-    embedding, head, tokens = found.borrowed
+    drafter_shapes = {name: tuple(part.shape) for name, part in drafter.parameters.items()}
+    embedding, head, tokens = drafter.borrowed
     with torch.device("meta"):
         empty = Borrowed(
             embedding.to("meta"),
             None if head is None else head.to("meta"),
             None if tokens is None else tokens.to("meta"),
         )
-        student = students.student_of(found.shape, empty)
-    ours = {name: tuple(part.shape) for name, part in student.named_parameters()}
-    for name in sorted(ours.keys() | live.keys()):
-        if ours.get(name) != live.get(name):
+        student = students.make_student(drafter.shape, empty)
+    student_shapes = {name: tuple(part.shape) for name, part in student.named_parameters()}
+    for name in sorted(student_shapes.keys() | drafter_shapes.keys()):
+        if student_shapes.get(name) != drafter_shapes.get(name):
             raise students.UnsupportedDrafterError(
-                f"its {name} is {live.get(name, 'missing')}, a student's "
-                f"{ours.get(name, 'missing')}"
+                f"its {name} is {drafter_shapes.get(name, 'missing')}, a student's "
+                f"{student_shapes.get(name, 'missing')}"
             )
-    for name, part in found.parameters.items():
-        if part.dtype not in _PLAIN:
+    for name, part in drafter.parameters.items():
+        if part.dtype not in _UNPACKED_DTYPES:
             raise students.UnsupportedDrafterError(
                 f"its {name} is stored as {part.dtype}, which is packed"
             )
@@ -183,15 +197,15 @@ class WeightsDifferError(RuntimeError):
 class DrafterWeights:
     """Writes the weights of the serving model.
 
-    parameters: by name.  good: a copy whose acceptance was good.  first: the weights as loaded, or
-    as another writer has set them since.  refresh: called after each write.  yields: whether writes
-    do nothing after another writer has changed the weights.  The device evaluates that itself, so
-    the host does not wait; `are_replaced` returns it.
+    parameters: by name.  good: a copy whose acceptance was good.  initial: the weights as loaded,
+    or as another writer has set them since.  refresh: called after each write.  yields: whether
+    writes do nothing after another writer has changed the weights.  The device evaluates that
+    itself, so the host does not wait; `are_replaced` returns it.
     """
 
-    first: dict[str, torch.Tensor]
+    initial: dict[str, torch.Tensor]
     good: dict[str, torch.Tensor]
-    changed: bool
+    is_changed: bool
     _served: torch.Tensor
 
     def __init__(
@@ -204,7 +218,7 @@ class DrafterWeights:
         self.parameters = dict(parameters)
         self._refresh = refresh
         self._yields = yields
-        self.adopt()
+        self.adopt_served()
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Returns a copy of the serving weights."""
@@ -216,21 +230,27 @@ class DrafterWeights:
         weights: may come from another stream (a thread that reads files), and may be dropped
         afterwards.  Raises WeightsDifferError.
         """
-        ours = ~self.are_replaced() if self._yields else None
+        is_unreplaced = ~self.are_replaced() if self._yields else None
         with torch.no_grad():
             for name, live in self.parameters.items():
-                new = weights[name]
-                live.data.copy_(new if ours is None else torch.where(ours, new, live.data))
-                keep_for_this_stream(new)
-            if ours is None:
-                self._compare(weights)
+                new_values = weights[name]
+                live.data.copy_(
+                    new_values
+                    if is_unreplaced is None
+                    else torch.where(is_unreplaced, new_values, live.data)
+                )
+                protect_from_reuse(new_values)
+            if is_unreplaced is None:
+                self._require_written(weights)
         if self._refresh is not None:
             self._refresh()
         served = self._sample()
-        self._served = served if ours is None else torch.where(ours, served, self._served)
-        self.changed = True
+        self._served = (
+            served if is_unreplaced is None else torch.where(is_unreplaced, served, self._served)
+        )
+        self.is_changed = True
 
-    def _compare(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _require_written(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsDifferError if the drafter does not have these values.
 
         This detects two names for the same memory, after both were written.  Only checked on the
@@ -244,17 +264,17 @@ class DrafterWeights:
                     f"{name} has other values in the drafter than were written to it"
                 )
 
-    def serve_first(self) -> None:
+    def serve_initial(self) -> None:
         """Serves the first weights, as if nothing had been learnt."""
-        self.serve(self.first)
-        self.good, self.changed = self.first, False
+        self.serve(self.initial)
+        self.good, self.is_changed = self.initial, False
 
     def serve_good(self) -> None:
         """Rolls back to the last good weights."""
         self.serve(self.good)
-        self.changed = self.good is not self.first
+        self.is_changed = self.good is not self.initial
 
-    def keep(self) -> None:
+    def mark_good(self) -> None:
         """Marks the serving weights as good."""
         self.good = self.copy()
 
@@ -265,24 +285,26 @@ class DrafterWeights:
         """
         return (self._sample() != self._served).any()
 
-    def adopt(self) -> None:
+    def adopt_served(self) -> None:
         """Makes the serving weights the first ones, including those of another writer."""
-        self.begin_here()
+        self.set_baseline()
         self._served = self._sample()
 
-    def begin_here(self) -> None:
+    def set_baseline(self) -> None:
         """Makes the weights that were written here the first ones.
 
         `are_replaced` still detects what another writer has written since.
         """
-        self.first = self.good = self.copy()
-        self.changed = False
+        self.initial = self.good = self.copy()
+        self.is_changed = False
 
     def _sample(self) -> torch.Tensor:
-        return sample_of(self.parameters.values())
+        return sample_values(self.parameters.values())
 
 
-def sample_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def sample_values(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns some values of each tensor, float32; a write of whole tensors changes them."""
     parts = [tensor.detach().flatten() for tensor in tensors]
-    return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])
+    return torch.cat(
+        [part[:: max(1, len(part) // _SAMPLES_PER_PARAMETER)].float() for part in parts]
+    )

@@ -14,39 +14,41 @@ from torch import Tensor
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.api.transfer import lock_pages
+from engine_shim.sglang.api.transfer import pin_pages
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.training import trainer
 from engine_shim.sglang.training.exchange import Channel, Layout, Message, RingShape, SharedTensors
 from engine_shim.sglang.training.online import OnlineSettings
 
 # The most requests of a batch in a training round.
-MOST_REQUESTS: Final = 16
+MAX_REQUESTS: Final = 16
 
 
-def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
+def make_ring_shape(
+    drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int
+) -> RingShape:
     """Returns the sizes of the rings, before anything is allocated.
 
     Raises UnsupportedEngineError if they would take more memory than the setting allows.
     """
     shape = RingShape(
-        MOST_REQUESTS,
+        MAX_REQUESTS,
         settings.online.window + largest_gamma + 1,
         drafter.feature_width,
         min(settings.online.top, drafter.shape.decoder.vocabulary),
         str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
     )
     # The engine has one set of rings and shares a second one with the trainer.
-    position = 2 * replace(shape, positions=1).bytes
-    allowed = settings.online_megabytes << 20
-    if position * shape.positions > allowed:
-        most = max(0, allowed // position - largest_gamma - 1)
+    position_bytes = 2 * replace(shape, positions=1).bytes
+    allowed_bytes = settings.online_megabytes << 20
+    if position_bytes * shape.positions > allowed_bytes:
+        max_positions = max(0, allowed_bytes // position_bytes - largest_gamma - 1)
         raise UnsupportedEngineError(
             f"SPECULATION_ONLINE_WINDOW={settings.online.window} takes "
-            f"{position * shape.positions / (1 << 20):.0f} MiB of the host's memory "
-            f"({MOST_REQUESTS} requests at {position // MOST_REQUESTS} bytes a position) and "
+            f"{position_bytes * shape.positions / (1 << 20):.0f} MiB of the host's memory "
+            f"({MAX_REQUESTS} requests at {position_bytes // MAX_REQUESTS} bytes a position) and "
             f"SPECULATION_ONLINE_MEGABYTES is {settings.online_megabytes}: raise that, or keep "
-            f"{most} positions or fewer"
+            f"{max_positions} positions or fewer"
         )
     return shape
 
@@ -66,7 +68,7 @@ class TrainerProcess:
         device: torch's name of the trainer's device; "" for the drafter's.
         """
         self._borrowed = {
-            trainer.BORROWED + name: part.detach()
+            trainer.BORROWED_PREFIX + name: part.detach()
             for name, part in drafter.borrowed._asdict().items()
             if part is not None
         }
@@ -77,25 +79,29 @@ class TrainerProcess:
                 for name, part in self._borrowed.items()
             },
             **{
-                trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
+                trainer.WEIGHT_PREFIX + name: Layout(tuple(live.shape), "float32")
                 for name, live in drafter.parameters.items()
             },
         }
         memory = SharedTensors(layouts)
         try:
-            lock_pages(memory.whole, drafter.device)
+            pin_pages(memory.memory_bytes, drafter.device)
         except RuntimeError as error:
             raise UnsupportedEngineError(
                 f"the device cannot reach the trainer's memory: {error}"
             ) from error
         self.tensors: Mapping[str, Tensor] = memory.tensors
-        self.weights = {name: self.tensors[trainer.WEIGHT + name] for name in drafter.parameters}
+        self.weights = {
+            name: self.tensors[trainer.WEIGHT_PREFIX + name] for name in drafter.parameters
+        }
         self.share_borrowed()
         for name, part in drafter.parameters.items():
             self.weights[name].copy_(part.detach())
         device = device or str(drafter.device)
-        order = trainer.order(drafter.shape, settings, layouts, threads=1, device=device)
-        self.process, channel = _started(order, memory)
+        encoded_arguments = trainer.encode_arguments(
+            drafter.shape, settings, layouts, threads=1, device=device
+        )
+        self.process, channel = _start_trainer(encoded_arguments, memory)
         self._channel: Channel | None = channel
 
     @property
@@ -138,10 +144,12 @@ class TrainerProcess:
                 Thread(target=self.process.wait, name="speculation-trainer", daemon=True).start()
 
 
-def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel]:
-    ours, theirs = Channel.pair()
-    with theirs:
-        fds = memory.fd, theirs.fileno()
-        command = [sys.executable, "-m", trainer.__name__, *map(str, fds), order]
+def _start_trainer(
+    encoded_arguments: str, memory: SharedTensors
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    engine_end, trainer_end = Channel.make_pair()
+    with trainer_end:
+        fds = memory.fd, trainer_end.fileno()
+        command = [sys.executable, "-m", trainer.__name__, *map(str, fds), encoded_arguments]
         process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-    return process, Channel(ours)
+    return process, Channel(engine_end)

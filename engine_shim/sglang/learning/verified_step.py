@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Device memory for intermediate results; it always suffices for at least one row.
-WORKING_BYTES: Final = 64 << 20
+MAX_WORKING_BYTES: Final = 64 << 20
 _FLOAT32_BYTES: Final = 4
 
 
@@ -69,14 +69,14 @@ class Verification:
     @property
     def tokens(self) -> torch.Tensor:
         """Returns the verified tokens, int64 [B * (gamma + 1)]."""
-        found: torch.Tensor = self.batch.spec_info.draft_token.view(-1)
-        return found
+        token_ids: torch.Tensor = self.batch.spec_info.draft_token.view(-1)
+        return token_ids
 
     @property
     def logits(self) -> torch.Tensor:
         """Returns the target's logits, [B * (gamma + 1), vocabulary]."""
-        found: torch.Tensor = self.result.logits_output.next_token_logits
-        return found
+        target_logits: torch.Tensor = self.result.logits_output.next_token_logits
+        return target_logits
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PromptPass:
     features: torch.Tensor
 
 
-def prompt_pass(
+def make_prompt_pass(
     batch: Any,
     tokens: torch.Tensor,
     features: torch.Tensor | None,
@@ -126,7 +126,7 @@ def prompt_pass(
     )
 
 
-def likeliest(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def likeliest_tokens(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens, int32 [rows, top], and their log-probabilities, float32 (nats).
 
     logits: [rows, vocabulary], of any floating type.  `top` is limited to the vocabulary.  Does not
@@ -139,13 +139,13 @@ def likeliest(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
     # `logsumexp` and `log_softmax` of all rows, and a conversion of all logits, would take as much
     # memory as the logits in float32.
     copies = 1 if logits.dtype is torch.float32 else 2
-    step = max(1, WORKING_BYTES // (copies * _FLOAT32_BYTES * vocabulary))
+    step = max(1, MAX_WORKING_BYTES // (copies * _FLOAT32_BYTES * vocabulary))
     for first in range(0, rows, step):
-        at = slice(first, first + step)
-        part = logits[at].float()
-        highest, found = part.topk(top, dim=-1)
-        most = highest[:, :1]
-        total = torch.sub(part, most).exp_().sum(dim=-1, keepdim=True)
-        tokens[at] = found
-        logs[at] = highest - most - total.log()
+        row_slice = slice(first, first + step)
+        part = logits[row_slice].float()
+        top_logits, top_indices = part.topk(top, dim=-1)
+        maximum = top_logits[:, :1]
+        total = torch.sub(part, maximum).exp_().sum(dim=-1, keepdim=True)
+        tokens[row_slice] = top_indices
+        logs[row_slice] = top_logits - maximum - total.log()
     return tokens, logs

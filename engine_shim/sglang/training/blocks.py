@@ -32,12 +32,12 @@ class Llama3Rope:
     high_frequency: float
     original_positions: int
 
-    def stretched(self, frequencies: Tensor) -> Tensor:
+    def stretch(self, frequencies: Tensor) -> Tensor:
         """Maps frequencies in radians a position, any shape."""
         turns = self.original_positions * frequencies / (2 * math.pi)
         width = self.high_frequency - self.low_frequency
-        kept = ((turns - self.low_frequency) / width).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled_share = ((turns - self.low_frequency) / width).clamp(0, 1)
+        return frequencies * (unscaled_share + (1 - unscaled_share) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DecoderShape:
     norm_epsilon: float = 1e-6
     rope: Llama3Rope | None = None
 
-    def with_layers(self, layers: int) -> DecoderShape:
+    def replace_layers(self, layers: int) -> DecoderShape:
         """Returns the same sizes with another number of layers."""
         return dataclasses.replace(self, layers=layers)
 
@@ -100,17 +100,17 @@ class Rotary(nn.Module):
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         frequencies = shape.rope_base**-exponents
         if shape.rope is not None:
-            frequencies = shape.rope.stretched(frequencies)
+            frequencies = shape.rope.stretch(frequencies)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Computes cosines and sines [..., 1, head_dim] of ``positions`` [...], in float32."""
         angles = positions[..., None, None].float() * self.frequencies
         return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([angles.sin()] * 2, dim=-1)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies a rotation from :meth:`Rotary.at` to heads ``x`` [..., heads, head_dim]."""
+    """Applies a :meth:`Rotary.compute_rotation` to heads ``x`` [..., heads, head_dim]."""
     cosines, sines = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
@@ -234,8 +234,8 @@ class BorrowingStudent(nn.Module):
             columns = torch.full((len(embedding),), -1, device=tokens.device)
             columns[tokens] = torch.arange(len(tokens), device=tokens.device)
         for name, part in Borrowed(embedding, head, tokens)._asdict().items():
-            own = None if part is None else part.detach().clone()
-            self.register_buffer(name, own, persistent=False)
+            buffer = None if part is None else part.detach().clone()
+            self.register_buffer(name, buffer, persistent=False)
         self.register_buffer("_columns", columns, persistent=False)
 
     @property
@@ -243,7 +243,7 @@ class BorrowingStudent(nn.Module):
         """Returns the tensors that it uses and never trains."""
         return Borrowed(self.embedding, self.head, self.tokens)
 
-    def drafted(self, logits: Tensor) -> Tensor:
+    def drafted_tokens(self, logits: Tensor) -> Tensor:
         """Returns the likeliest token of logits [..., draft vocabulary], as the target's id."""
         chosen = logits.argmax(dim=-1)
         return chosen if self.tokens is None else self.tokens[chosen]
@@ -286,7 +286,7 @@ QWEN2: Final = Family("Qwen2ForCausalLM", "qwen2", bias=True)
 QWEN3: Final = Family("Qwen3ForCausalLM", "qwen3", norm_heads=True)
 FAMILIES: Final = (LLAMA, QWEN2, QWEN3)
 # As checkpoints name the steered drafters of SD2, by the family of each.
-STEERED: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
+STEERED_FAMILIES: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
 
 
 class DecoderLayer(PreNormLayer):

@@ -63,7 +63,7 @@ class ChainStudent(BorrowingStudent):
         return _POSITION_DISCOUNT
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Returns None because a chain may have any length."""
         return None
 
@@ -98,10 +98,10 @@ class ChainStudent(BorrowingStudent):
         length = features.shape[1]
         rows = torch.arange(length, device=features.device)
         positions = rows if positions is None else positions
-        seen = rows <= rows[first_anchor:, None]  # [anchors, L]
-        seen = seen[None, None] if valid is None else seen & valid[:, None, None, :]
+        visible = rows <= rows[first_anchor:, None]  # [anchors, L]
+        visible = visible[None, None] if valid is None else visible & valid[:, None, None, :]
 
-        hidden = self._enter(features)
+        hidden = self._initial_hidden(features)
         residual, query, context_keys, context_values = self._project(
             hidden, tokens[:, 1 : 1 + length], positions
         )
@@ -119,7 +119,7 @@ class ChainStudent(BorrowingStudent):
                 )
                 own_keys.append(key)
                 own_values.append(value)
-            attended = _attend(query, context_keys, context_values, seen, own_keys, own_values)
+            attended = _attend(query, context_keys, context_values, visible, own_keys, own_values)
             hidden, logits = self._finish(residual, attended)
             outputs.append(logits)
         return outputs
@@ -129,17 +129,19 @@ class ChainStudent(BorrowingStudent):
         """Returns the draft that a server would propose after ``tokens``: ids [batch, steps].
 
         ``tokens`` [batch, L + 1] are all tokens so far; the target has not run the newest one.
-        ``features`` [batch, L, ...] are the target's for all but the newest.  A comparison with the
-        proposals of a live drafter tests all conventions above.
+        ``feature_count`` [batch, L, ...] are the target's for all but the newest.  A comparison
+        with the proposals of a live drafter tests all conventions above.
         """
         for _ in range(steps):
-            made = tokens.shape[1] - features.shape[1]
-            logits = self.unroll(features, tokens, made, first_anchor=features.shape[1] - 1)[-1]
-            tokens = torch.cat([tokens, self.drafted(logits)], dim=1)
+            steps_ahead = tokens.shape[1] - features.shape[1]
+            logits = self.unroll(features, tokens, steps_ahead, first_anchor=features.shape[1] - 1)[
+                -1
+            ]
+            tokens = torch.cat([tokens, self.drafted_tokens(logits)], dim=1)
         return tokens[:, -steps:]
 
     @abstractmethod
-    def _enter(self, features: Tensor) -> Tensor:
+    def _initial_hidden(self, features: Tensor) -> Tensor:
         """Maps features [batch, L, width] to hidden states [batch, L, hidden]."""
 
     @abstractmethod
@@ -160,7 +162,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     own_keys: list[Tensor],
     own_values: list[Tensor],
 ) -> Tensor:
@@ -170,9 +172,9 @@ def _attend(
     so they are scored elementwise and not in the shared matrix.
     """
     scale = query.shape[-1] ** -0.5
-    shared = torch.einsum("bqhd,bkhd->bhqk", query, keys).masked_fill(~seen, _MASKED_SCORE)
-    own = [(query * key).sum(dim=-1).transpose(1, 2).unsqueeze(-1) for key in own_keys]
-    weights = (torch.cat([shared, *own], dim=-1) * scale).softmax(dim=-1)
+    shared = torch.einsum("bqhd,bkhd->bhqk", query, keys).masked_fill(~visible, _MASKED_SCORE)
+    own_scores = [(query * key).sum(dim=-1).transpose(1, 2).unsqueeze(-1) for key in own_keys]
+    weights = (torch.cat([shared, *own_scores], dim=-1) * scale).softmax(dim=-1)
     context = keys.shape[1]
     output = torch.einsum("bhqk,bkhd->bqhd", weights[..., :context], values)
     for index, value in enumerate(own_values):
@@ -214,7 +216,7 @@ class MtpStudent(ChainStudent):
         self.rotary = Rotary(shape.decoder)
         initialise(self)
 
-    def _enter(self, features: Tensor) -> Tensor:
+    def _initial_hidden(self, features: Tensor) -> Tensor:
         return features
 
     def _project(
@@ -226,7 +228,9 @@ class MtpStudent(ChainStudent):
         pair = torch.cat([model.hidden_layernorm(hidden), model.token_layernorm(embedded)], dim=-1)
         residual = model.input_proj(pair)
         layer = model.mtp_block
-        heads = layer.self_attn.project(layer.input_layernorm(residual), self.rotary.at(positions))
+        heads = layer.self_attn.project(
+            layer.input_layernorm(residual), self.rotary.compute_rotation(positions)
+        )
         return residual, *heads
 
     def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,23 +266,23 @@ class Eagle3Shape:
             raise ValueError(
                 f"feature layers {self.feature_layers} must be two or more, ascending and distinct"
             )
-        if not 0 < self.drafts <= self.decoder.vocabulary:
+        if not 0 < self.draft_vocabulary_size <= self.decoder.vocabulary:
             raise ValueError(
-                f"a draft vocabulary of {self.drafts} tokens must be in [1, "
+                f"a draft vocabulary of {self.draft_vocabulary_size} tokens must be in [1, "
                 f"{self.decoder.vocabulary}], the target's vocabulary"
             )
         if not self.own_head and self.draft_vocabulary is not None:
             raise ValueError("a draft vocabulary needs its own head, and this drafter has none")
 
     @property
-    def drafts(self) -> int:
+    def draft_vocabulary_size(self) -> int:
         """Returns the number of tokens that it can draft."""
         if self.draft_vocabulary is None:
             return self.decoder.vocabulary
         return self.draft_vocabulary
 
     @property
-    def features(self) -> int:
+    def feature_count(self) -> int:
         """Returns the number of target layers whose hidden states it reads."""
         return len(self.feature_layers) or _DEFAULT_FEATURES
 
@@ -297,9 +301,11 @@ class DraftDecoder(nn.Module):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         hidden, epsilon = shape.decoder.hidden, shape.decoder.norm_epsilon
-        width = shape.features * hidden
+        width = shape.feature_count * hidden
         self.input_norm = RmsNorm(width, epsilon) if shape.norm_before_fc else None
-        norms = [RmsNorm(hidden, epsilon) for _ in range(shape.features if shape.fc_norm else 0)]
+        norms = [
+            RmsNorm(hidden, epsilon) for _ in range(shape.feature_count if shape.fc_norm else 0)
+        ]
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, hidden, bias=False)
         self.layers = nn.ModuleList([DraftLayer(shape.decoder)])
@@ -331,18 +337,22 @@ class Eagle3Student(ChainStudent):
         tokens: Tensor | None = None,
     ) -> None:
         count = shape.decoder.vocabulary if tokens is None else len(tokens)
-        if count != shape.drafts:
-            raise ValueError(f"{count} tokens are given for a draft vocabulary of {shape.drafts}")
+        if count != shape.draft_vocabulary_size:
+            raise ValueError(
+                f"{count} tokens are given for a draft vocabulary of {shape.draft_vocabulary_size}"
+            )
         super().__init__(embedding, head, tokens)
         self.shape = shape
         self.model = DraftDecoder(shape)
         self.lm_head = (
-            nn.Linear(shape.decoder.hidden, shape.drafts, bias=False) if shape.own_head else None
+            nn.Linear(shape.decoder.hidden, shape.draft_vocabulary_size, bias=False)
+            if shape.own_head
+            else None
         )
         self.rotary = Rotary(shape.decoder)
         initialise(self)
 
-    def start_from(self, head: Tensor, final_norm: Tensor) -> None:
+    def initialise_from_target(self, head: Tensor, final_norm: Tensor) -> None:
         """Starts from the target's head, its final norm, and its last feature through ``fc``."""
         hidden = self.shape.decoder.hidden
         with torch.no_grad():
@@ -357,7 +367,7 @@ class Eagle3Student(ChainStudent):
         assert isinstance(layer, DraftLayer)
         return layer
 
-    def _enter(self, features: Tensor) -> Tensor:
+    def _initial_hidden(self, features: Tensor) -> Tensor:
         return self.model.project(features)
 
     def _project(
@@ -366,7 +376,7 @@ class Eagle3Student(ChainStudent):
         layer = self._layer
         embedded = layer.input_layernorm(functional.embedding(consumed, self.embedding))
         pair = torch.cat([embedded, layer.hidden_norm(hidden)], dim=-1)
-        return hidden, *layer.self_attn.project(pair, self.rotary.at(positions))
+        return hidden, *layer.self_attn.project(pair, self.rotary.compute_rotation(positions))
 
     def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         residual = self._layer.finish(residual, attended)

@@ -88,7 +88,7 @@ class DFlashStudent(BorrowingStudent):
         return math.exp(-1 / loss_decay(self.shape.block))
 
     @property
-    def most_drafts(self) -> int:
+    def max_drafts(self) -> int:
         """Returns the number of tokens of a block that are drafted."""
         return self.shape.block - 1
 
@@ -107,15 +107,15 @@ class DFlashStudent(BorrowingStudent):
         Arguments and result are those of `Eagle3Student.unroll`.  Raises ValueError for more steps
         than a block has.
         """
-        if steps > self.most_drafts:
+        if steps > self.max_drafts:
             raise ValueError(
-                f"a block of {self.shape.block} has {self.most_drafts} drafts, not {steps}"
+                f"a block of {self.shape.block} has {self.max_drafts} drafts, not {steps}"
             )
         newest = torch.arange(first_anchor + 1, features.shape[1] + 1, device=features.device)
-        drafted = self.blocks(features, tokens, newest, positions=positions, valid=valid)
+        drafted = self.block_logits(features, tokens, newest, positions=positions, valid=valid)
         return list(drafted[:, :, :steps].unbind(dim=2))
 
-    def blocks(
+    def block_logits(
         self,
         features: Tensor,
         tokens: Tensor,
@@ -144,16 +144,16 @@ class DFlashStudent(BorrowingStudent):
         residual = functional.embedding(ids, self.embedding).flatten(1, 2)
         rows = torch.arange(length, device=anchors.device)
         positions = rows if positions is None else positions
-        behind = positions[..., anchors - 1, None] + 1 + offsets
-        rotation = self.rotary.at(behind.flatten(-2))
-        context_rotation = self.rotary.at(positions)
+        block_positions = positions[..., anchors - 1, None] + 1 + offsets
+        rotation = self.rotary.compute_rotation(block_positions.flatten(-2))
+        context_rotation = self.rotary.compute_rotation(positions)
 
         owner = torch.arange(count, device=anchors.device).repeat_interleave(block)
         sees_context = (rows < anchors[owner, None])[None, None]
         if valid is not None:
             sees_context = sees_context & valid[:, None, None, :]
-        own = (owner[:, None] == owner).expand(*sees_context.shape[:2], -1, -1)
-        seen = torch.cat([sees_context, own], dim=-1)
+        same_block = (owner[:, None] == owner).expand(*sees_context.shape[:2], -1, -1)
+        visible = torch.cat([sees_context, same_block], dim=-1)
 
         context = self.hidden_norm(self.fc(features))
         for layer in self.layers:
@@ -164,7 +164,7 @@ class DFlashStudent(BorrowingStudent):
                 query.transpose(1, 2),
                 torch.cat([context_keys, keys], dim=1).transpose(1, 2),
                 torch.cat([context_values, values], dim=1).transpose(1, 2),
-                attn_mask=seen,
+                attn_mask=visible,
             )
             residual = layer.finish(residual, attended.transpose(1, 2).flatten(2))
         return self.target_logits(self.norm(residual).unflatten(1, (count, block))[:, :, 1:])
@@ -178,7 +178,7 @@ class DFlashStudent(BorrowingStudent):
         ``features`` [batch, L, ...] are the target's for all but the newest token.
         """
         anchor = torch.tensor([features.shape[1]], device=tokens.device)
-        return self.drafted(self.blocks(features, tokens, anchor)[:, 0])
+        return self.drafted_tokens(self.block_logits(features, tokens, anchor)[:, 0])
 
 
 def loss_decay(block: int) -> float:

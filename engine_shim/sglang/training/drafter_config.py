@@ -22,22 +22,22 @@ DFLASH: Final = "DFlashDraftModel"
 EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 NO_EAGLE_LAYERS: Final = f"config.json has no {EAGLE_LAYERS} in its eagle_config"
 # SGLang's defaults for missing fields of a DFlash config.
-DEFAULT_BLOCK: Final = 16
-DEFAULT_MASK: Final = "<|MASK|>"
+DEFAULT_BLOCK_SIZE: Final = 16
+DEFAULT_MASK_TEXT: Final = "<|MASK|>"
 # Number of target layers that an EAGLE3 drafter reads in SGLang if its config does not say.
-DEFAULT_FEATURES: Final = 3
+DEFAULT_FEATURE_COUNT: Final = 3
 # DFlash drafters of several layers that name no target layers read layers from the second one to
 # the fourth from last.
-_FIRST_LAYER: Final = 1
-_LAST_LAYERS: Final = 3
+_FIRST_READ_LAYER: Final = 1
+_SKIPPED_LAST_LAYERS: Final = 3
 
 # Characters of a value that a message quotes.
-_LONGEST_VALUE: Final = 40
+_MAX_VALUE_CHARACTERS: Final = 40
 # SGLang's classes of EAGLE3 and MiMo drafters ignore these and attend to the whole context.
-_WINDOWS: Final = frozenset(
+_WINDOW_FIELDS: Final = frozenset(
     ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 )
-_BLOCKS: Final = frozenset(
+_BLOCK_FIELDS: Final = frozenset(
     ("block_size", "mask_token", "mask_token_id", "num_target_layers", "target_layer_ids")
 )
 
@@ -82,14 +82,15 @@ class DFlashConfig:
             raise DrafterConfigError(f"a target of {target_layers} layers has none to read")
         if self.layers == 1:
             return (target_layers // 2,)
-        span = target_layers - _LAST_LAYERS - _FIRST_LAYER
+        span = target_layers - _SKIPPED_LAST_LAYERS - _FIRST_READ_LAYER
         if span < 0:
             raise DrafterConfigError(
                 f"its config names no target_layer_ids, and a target of {target_layers} layers has "
                 "too few to choose from"
             )
         return tuple(
-            round(_FIRST_LAYER + index * span / (self.layers - 1)) for index in range(self.layers)
+            round(_FIRST_READ_LAYER + index * span / (self.layers - 1))
+            for index in range(self.layers)
         )
 
 
@@ -122,24 +123,24 @@ def read_dflash(config: Mapping[str, Any]) -> DFlashConfig:
     Raises DrafterConfigError.
     """
     _require_mapping(config, "config")
-    own = dflash_section(config)
+    section = dflash_section(config)
 
-    def found(name: str) -> Any:
-        return own[name] if name in own else config.get(name)
+    def read_field(name: str) -> Any:
+        return section[name] if name in section else config.get(name)
 
-    mask_token = found("mask_token")
-    mask_token = DEFAULT_MASK if mask_token is None else mask_token
+    mask_token = read_field("mask_token")
+    mask_token = DEFAULT_MASK_TEXT if mask_token is None else mask_token
     if not isinstance(mask_token, str) or not mask_token:
         raise DrafterConfigError(f"its mask_token is {mask_token!r}, not a text")
-    mask_id = found("mask_token_id")
+    mask_id = read_field("mask_token_id")
     if mask_id is not None and not _is_count(mask_id):
         raise DrafterConfigError(f"its mask_token_id is {mask_id!r}, not a token id")
-    block = _positive(found("block_size"), "block_size")
+    block = _positive_count(read_field("block_size"), "block_size")
     return DFlashConfig(
-        block=DEFAULT_BLOCK if block is None else block,
-        layers=_positive(text_config(config).get("num_hidden_layers"), "num_hidden_layers"),
-        target_layers=_positive(found("num_target_layers"), "num_target_layers"),
-        named_layers=_target_layers(found("target_layer_ids")),
+        block=DEFAULT_BLOCK_SIZE if block is None else block,
+        layers=_positive_count(text_config(config).get("num_hidden_layers"), "num_hidden_layers"),
+        target_layers=_positive_count(read_field("num_target_layers"), "num_target_layers"),
+        named_layers=_target_layers(read_field("target_layer_ids")),
         mask_token=mask_token,
         mask_id=mask_id,
     )
@@ -148,22 +149,22 @@ def read_dflash(config: Mapping[str, Any]) -> DFlashConfig:
 def read_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
     """Reads an EAGLE3 drafter's config.  Raises DrafterConfigError."""
     _require_mapping(config, "config")
-    own = eagle_section(config)
-    captured = _layers(own.get(EAGLE_LAYERS), f"eagle_config.{EAGLE_LAYERS}")
-    beside = _layers(config.get(EAGLE_LAYERS), EAGLE_LAYERS)
+    section = eagle_section(config)
+    captured_layers = _layer_list(section.get(EAGLE_LAYERS), f"eagle_config.{EAGLE_LAYERS}")
+    top_level_layers = _layer_list(config.get(EAGLE_LAYERS), EAGLE_LAYERS)
     features = config.get("num_aux_hidden_states")
     if features is None:
-        features = len(captured) if captured else DEFAULT_FEATURES
+        features = len(captured_layers) if captured_layers else DEFAULT_FEATURE_COUNT
     elif not _is_count(features) or not features:
         raise DrafterConfigError(f"its num_aux_hidden_states is {features!r}, not a count")
     width = config.get("target_hidden_size", config.get("hidden_size"))
     return Eagle3Config(
-        named_layers=beside if captured is None else captured,
-        captured_layers=captured,
+        named_layers=top_level_layers if captured_layers is None else captured_layers,
+        captured_layers=captured_layers,
         features=features,
-        target_width=_positive(width, "target_hidden_size"),
-        uses_features=bool(own.get("use_aux_hidden_state", True)),
-        norm_before_fc=bool(own.get("norm_before_fc", config.get("norm_before_fc"))),
+        target_width=_positive_count(width, "target_hidden_size"),
+        uses_features=bool(section.get("use_aux_hidden_state", True)),
+        norm_before_fc=bool(section.get("norm_before_fc", config.get("norm_before_fc"))),
         fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
         norm_output=bool(config.get("norm_output")),
     )
@@ -171,10 +172,10 @@ def read_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
 
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the class names in a config.  Raises DrafterConfigError."""
-    found = config.get("architectures") or ()
-    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
-        raise DrafterConfigError(f"its architectures are {found!r}, not a list of names")
-    return tuple(found)
+    names = config.get("architectures") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise DrafterConfigError(f"its architectures are {names!r}, not a list of names")
+    return tuple(names)
 
 
 def dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -195,21 +196,21 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises DrafterConfigError.
     """
-    found = config.get("text_config")
-    return config if found is None else _require_mapping(found, "text_config")
+    section = config.get("text_config")
+    return config if section is None else _require_mapping(section, "text_config")
 
 
-def _require_mapping(found: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping):
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, not an object")
-    return found
+def _require_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DrafterConfigError(f"its {name} is {value!r:.80}, not an object")
+    return value
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _positive(value: Any, name: str) -> int | None:
+def _positive_count(value: Any, name: str) -> int | None:
     """Reads an integer above 0, in any form that `int` accepts, like SGLang."""
     if value is None:
         return None
@@ -222,32 +223,32 @@ def _positive(value: Any, name: str) -> int | None:
     return parsed
 
 
-def _target_layers(found: Any) -> tuple[int, ...] | None:
-    layers = _layers(found, "target_layer_ids")
+def _target_layers(value: Any) -> tuple[int, ...] | None:
+    layers = _layer_list(value, "target_layer_ids")
     if layers == ():
         raise DrafterConfigError("its target_layer_ids are empty")
     return layers
 
 
-def _layers(found: Any, name: str) -> tuple[int, ...] | None:
-    if found is None:
+def _layer_list(value: Any, name: str) -> tuple[int, ...] | None:
+    if value is None:
         return None
-    if not isinstance(found, list | tuple):
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, not a list of layers")
+    if not isinstance(value, list | tuple):
+        raise DrafterConfigError(f"its {name} is {value!r:.80}, not a list of layers")
     try:
-        return tuple(int(layer) for layer in found)
+        return tuple(int(layer) for layer in value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, not a list of layers") from error
+        raise DrafterConfigError(f"its {name} is {value!r:.80}, not a list of layers") from error
 
 
-def _names(text: str) -> frozenset[str]:
+def _field_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Fields without effect on the computation in service: names, versions, types of stored weights, ids
 # of the tokenizer, dropout and initial values of training, and options of transformers' generation
 # and task heads, which its older versions write into every config.
-INERT: Final = _names(
+INERT_FIELDS: Final = _field_names(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attention_dropout attn_implementation auto_map dtype embd_pdrop hidden_dropout
@@ -267,7 +268,7 @@ INERT: Final = _names(
     """
 )
 # Read by `students.decoder_shape`.
-_DECODER: Final = _names(
+_DECODER_FIELDS: Final = _field_names(
     """
     head_dim hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads
     num_hidden_layers num_key_value_heads original_max_position_embeddings partial_rotary_factor
@@ -276,7 +277,7 @@ _DECODER: Final = _names(
 )
 # Fields that SGLang writes into every live config: the context, the parts that serve, the heads
 # before padding for CPU ranks, and sizes that only models with sliding windows have.
-_OF_SGLANG: Final = _names(
+_SGLANG_FIELDS: Final = _field_names(
     """
     context_len encoder_only language_model_only language_only original_num_attention_heads
     original_total_num_kv_heads swa_head_dim swa_v_head_dim v_head_dim
@@ -288,20 +289,21 @@ _OF_SGLANG: Final = _names(
 class KnownFields:
     """Lists the fields of one kind of drafter.
 
-    followed: fields that are read or have no effect.  plain: fields that change the computation
-    unless they have the given value.  sections: the same for nested objects, by their names.
+    followed: fields that are read or have no effect.  neutral_values: fields that change the
+    computation unless they have the given value.  sections: the same for nested objects, by their
+    names.
     """
 
     followed: frozenset[str]
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    neutral_values: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, KnownFields] = field(default_factory=dict)
 
 
 EAGLE3_FIELDS: Final = KnownFields(
-    INERT
-    | _DECODER
-    | _OF_SGLANG
-    | _WINDOWS
+    INERT_FIELDS
+    | _DECODER_FIELDS
+    | _SGLANG_FIELDS
+    | _WINDOW_FIELDS
     | {EAGLE_LAYERS, "num_aux_hidden_states", "target_hidden_size"}
     | {"draft_vocab_size", "tie_word_embeddings"}
     | {"fc_norm", "norm_before_fc", "norm_output", "use_aux_norm"}
@@ -320,11 +322,11 @@ EAGLE3_FIELDS: Final = KnownFields(
     },
 )
 DFLASH_FIELDS: Final = KnownFields(
-    INERT
-    | _DECODER
-    | _OF_SGLANG
-    | _WINDOWS
-    | _BLOCKS
+    INERT_FIELDS
+    | _DECODER_FIELDS
+    | _SGLANG_FIELDS
+    | _WINDOW_FIELDS
+    | _BLOCK_FIELDS
     # Embedding and head are the target's, and SGLang's MLPs have no biases.
     | {"attention_bias", "is_causal", "is_neox_style", "mlp_bias", "tie_word_embeddings"}
     # SpecForge writes the size of the target's vocabulary.
@@ -332,7 +334,7 @@ DFLASH_FIELDS: Final = KnownFields(
     {"bias": False, "has_embed_tokens": False, "has_lm_head": False, "use_gemma_norm": False},
     {
         "dflash_config": KnownFields(
-            _BLOCKS,
+            _BLOCK_FIELDS,
             {
                 "attention_sink_bias": False,
                 "attention_value_scale": 1.0,
@@ -351,36 +353,44 @@ DFLASH_FIELDS: Final = KnownFields(
 )
 # A predictor shares the config of its target.  Queries, keys and values of a Qwen2 have biases.
 MTP_FIELDS: Final = KnownFields(
-    INERT
-    | _DECODER
-    | _OF_SGLANG
-    | _WINDOWS
+    INERT_FIELDS
+    | _DECODER_FIELDS
+    | _SGLANG_FIELDS
+    | _WINDOW_FIELDS
     | {"attention_bias", "mlp_bias", "num_nextn_predict_layers", "tie_word_embeddings"}
 )
 
 
-def unknown_fields(config: Mapping[str, Any], known: KnownFields) -> list[str]:
+def unknown_fields(config: Mapping[str, Any], known_fields: KnownFields) -> list[str]:
     """Returns each unknown field that is set, and each known one that changes the computation.
 
     A field is written as "a.b (1)", with its value.
     """
-    return _unknown(config, known, "")
+    return _unknown_in_section(config, known_fields, "")
 
 
-def _unknown(config: Mapping[str, Any], known: KnownFields, before: str) -> list[str]:
-    found: list[str] = []
+def _unknown_in_section(
+    config: Mapping[str, Any], known_fields: KnownFields, prefix: str
+) -> list[str]:
+    descriptions: list[str] = []
     for name, value in config.items():
-        part = known.sections.get(name)
-        if part is not None and isinstance(value, Mapping):
-            found += _unknown(value, part, f"{before}{name}.")
-        elif part is None and name not in known.followed and not _says_nothing(name, value, known):
+        section_fields = known_fields.sections.get(name)
+        if section_fields is not None and isinstance(value, Mapping):
+            descriptions += _unknown_in_section(value, section_fields, f"{prefix}{name}.")
+        elif (
+            section_fields is None
+            and name not in known_fields.followed
+            and not _is_neutral(name, value, known_fields)
+        ):
             text = repr(value)
-            short = text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
-            found.append(f"{before}{name} ({short})")
-    return sorted(found)
+            short = (
+                text if len(text) <= _MAX_VALUE_CHARACTERS else text[:_MAX_VALUE_CHARACTERS] + "..."
+            )
+            descriptions.append(f"{prefix}{name} ({short})")
+    return sorted(descriptions)
 
 
-def _says_nothing(name: str, value: Any, known: KnownFields) -> bool:
+def _is_neutral(name: str, value: Any, known_fields: KnownFields) -> bool:
     if value is None or (isinstance(value, str | list | tuple | Mapping) and not value):
         return True
-    return name in known.plain and bool(value == known.plain[name])
+    return name in known_fields.neutral_values and bool(value == known_fields.neutral_values[name])

@@ -35,7 +35,7 @@ from engine_shim.sglang.training.online import Round
 
 _ALIGNMENT: Final = 64
 _MESSAGE: Final = struct.Struct("<BIIdd")
-_MOST_TEXT: Final = 400
+_MAX_TEXT_BYTES: Final = 400
 
 # The tensor that says which rows are a round: ring, first position and end of each request.
 SPANS: Final = "spans"
@@ -58,17 +58,17 @@ class SharedTensors:
 
     def __init__(self, layouts: Mapping[str, Layout], fd: int | None = None) -> None:
         offsets: dict[str, int] = {}
-        size = 0
+        total_bytes = 0
         for name, layout in layouts.items():
-            offsets[name] = size
-            size += -(-layout.bytes // _ALIGNMENT) * _ALIGNMENT
+            offsets[name] = total_bytes
+            total_bytes += -(-layout.bytes // _ALIGNMENT) * _ALIGNMENT
         if fd is None:
             fd = os.memfd_create("speculation-training")
-            os.ftruncate(fd, max(size, 1))
+            os.ftruncate(fd, max(total_bytes, 1))
         self.fd = fd
-        self._memory = mmap.mmap(fd, max(size, 1))
+        self._memory = mmap.mmap(fd, max(total_bytes, 1))
         # The whole memory as bytes.
-        self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.memory_bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {
             name: torch.frombuffer(
                 self._memory,
@@ -107,7 +107,7 @@ class Message(NamedTuple):
 
     def encode(self) -> bytes:
         """Encodes the message as one packet."""
-        return _MESSAGE.pack(*self[:-1]) + self.text.encode()[:_MOST_TEXT]
+        return _MESSAGE.pack(*self[:-1]) + self.text.encode()[:_MAX_TEXT_BYTES]
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
@@ -126,7 +126,7 @@ class Channel:
         self._socket = end
 
     @staticmethod
-    def pair() -> tuple[socket.socket, socket.socket]:
+    def make_pair() -> tuple[socket.socket, socket.socket]:
         """Makes both ends."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -148,7 +148,9 @@ class Channel:
         Raises EOFError if the other side has ended, or has sent invalid data.
         """
         try:
-            data = self._socket.recv(_MESSAGE.size + _MOST_TEXT, 0 if wait else socket.MSG_DONTWAIT)
+            data = self._socket.recv(
+                _MESSAGE.size + _MAX_TEXT_BYTES, 0 if wait else socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return None
         except OSError as error:
@@ -200,7 +202,7 @@ class RingShape:
             SPANS: Layout((self.requests, 3), "int64"),
         }
 
-    def made(self) -> RingRows:
+    def make_rings(self) -> RingRows:
         """Makes empty rings."""
         layouts = self.layouts()
         return RingRows(
@@ -219,21 +221,21 @@ class RingShape:
 def read_round(tensors: Mapping[str, Tensor], requests: int) -> Round:
     """Copies the first `requests` entries of the spans into a right-aligned round."""
     rings, starts, ends = tensors[SPANS][:requests].unbind(-1)
-    longest = int((ends - starts).max())
-    positions = ends[:, None] - longest + torch.arange(longest)
+    length = int((ends - starts).max())
+    positions = ends[:, None] - length + torch.arange(length)
     valid = positions >= starts[:, None]
-    at = rings[:, None], positions % tensors["tokens"].shape[1]
-    found = [tensors[name][at] for name in RingRows._fields]
-    for part in found:
+    index = rings[:, None], positions % tensors["tokens"].shape[1]
+    parts = [tensors[name][index] for name in RingRows._fields]
+    for part in parts:
         # Values of an earlier request may be NaN.
         part[~valid] = 0
-    tokens, features, top_tokens, top_logs = found
+    tokens, features, top_tokens, top_logs = parts
     return Round(
         tokens,
         features.float(),
         top_tokens,
         top_logs,
-        taught=valid,
+        has_target=valid,
         valid=valid,
         positions=torch.where(valid, positions, 0),
     )

@@ -69,15 +69,15 @@ class Round(NamedTuple):
 
     tokens: int64 [B, T].  features: [B, T, feature layers * hidden], of the target.
     top_tokens, top_logs: [B, T, top], the target's likeliest successors and their log-probability.
-    taught: bool [B, T], whether those are known.  valid: bool [B, T], whether the position exists.
-    positions: int64 [B, T].
+    has_target: bool [B, T], whether those are known.  valid: bool [B, T], whether the position
+    exists. positions: int64 [B, T].
     """
 
     tokens: Tensor
     features: Tensor
     top_tokens: Tensor
     top_logs: Tensor
-    taught: Tensor
+    has_target: Tensor
     valid: Tensor
     positions: Tensor
 
@@ -100,11 +100,11 @@ class OnlineStudent:
     def __init__(self, student: DraftStudent, settings: OnlineSettings) -> None:
         self.student = student
         self._settings = settings
-        own = student.position_discount
-        self._discount = own if settings.discount is None else settings.discount
-        self.restart()
+        student_discount = student.position_discount
+        self._discount = student_discount if settings.discount is None else settings.discount
+        self.reset_optimizer()
 
-    def restart(self) -> None:
+    def reset_optimizer(self) -> None:
         """Resets the optimiser's averages, because the weights were replaced."""
         self._optimizer = torch.optim.AdamW(
             self.student.parameters(),
@@ -114,72 +114,78 @@ class OnlineStudent:
             fused=True,
         )
 
-    def learn(self, found: Round, gamma: int) -> DrafterUpdate:
+    def learn(self, verified_round: Round, gamma: int) -> DrafterUpdate:
         """Makes a round's optimiser steps.  Raises NotFiniteError and then changes nothing."""
-        began = perf_counter()
+        started = perf_counter()
         parameters = list(self.student.parameters())
-        before = [parameter.detach().clone() for parameter in parameters]
+        old_values = [parameter.detach().clone() for parameter in parameters]
         reference: list[Tensor] | None = None
-        first = float("nan")
+        first_loss = float("nan")
         for step in range(self._settings.steps):
-            logs = self._logs(found, gamma)
+            logs = self._draft_log_probabilities(verified_round, gamma)
             if self._settings.proximal and reference is None:
                 reference = [row.detach() for row in logs]
-            loss = self._loss(found, logs, reference)
+            loss = self._loss(verified_round, logs, reference)
             self._optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
-                self._undo(parameters, before)
+                self._restore(parameters, old_values)
                 raise NotFiniteError(f"loss {loss.item()}, gradient norm {float(norm)}")
             if not step:
-                first = float(loss.detach())
+                first_loss = float(loss.detach())
             self._optimizer.step()
         if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
-            self._undo(parameters, before)
+            self._restore(parameters, old_values)
             raise NotFiniteError("an optimiser step made weights that are NaN or infinite")
-        return DrafterUpdate(first, perf_counter() - began)
+        return DrafterUpdate(first_loss, perf_counter() - started)
 
-    def _undo(self, parameters: list[torch.nn.Parameter], before: list[Tensor]) -> None:
+    def _restore(self, parameters: list[torch.nn.Parameter], old_values: list[Tensor]) -> None:
         with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
+            for parameter, old in zip(parameters, old_values, strict=True):
                 parameter.copy_(old)
-        self.restart()
+        self.reset_optimizer()
 
-    def _logs(self, found: Round, gamma: int) -> list[Tensor]:
+    def _draft_log_probabilities(self, verified_round: Round, gamma: int) -> list[Tensor]:
         """Computes log-probabilities of each draft position, [B, anchors, draft vocabulary]."""
-        rows = self._rows(found, gamma)
+        rows = self._context_rows(verified_round, gamma)
         unrolled = self.student.unroll(
-            found.features[:, :rows],
-            found.tokens,
+            verified_round.features[:, :rows],
+            verified_round.tokens,
             gamma,
             first_anchor=max(0, rows - self._settings.anchors),
-            positions=found.positions[:, :rows],
-            valid=found.valid[:, :rows],
+            positions=verified_round.positions[:, :rows],
+            valid=verified_round.valid[:, :rows],
         )
         return [functional.log_softmax(logits, dim=-1) for logits in unrolled]
 
-    def _rows(self, found: Round, gamma: int) -> int:
+    def _context_rows(self, verified_round: Round, gamma: int) -> int:
         """Returns the number of positions before the newest draft, from which a chain can start."""
-        return found.tokens.shape[1] - gamma - 1
+        return verified_round.tokens.shape[1] - gamma - 1
 
-    def _loss(self, found: Round, logs: list[Tensor], reference: list[Tensor] | None) -> Tensor:
-        rows = self._rows(found, len(logs))
+    def _loss(
+        self, verified_round: Round, logs: list[Tensor], reference: list[Tensor] | None
+    ) -> Tensor:
+        rows = self._context_rows(verified_round, len(logs))
         first = max(0, rows - self._settings.anchors)
-        columns = self.student.columns(found.top_tokens)
+        columns = self.student.columns(verified_round.top_tokens)
         total = weight = torch.zeros(())
         for step, student in enumerate(logs):
-            at = slice(first + 1 + step, rows + 1 + step)
-            counts = found.taught[:, at] & found.valid[:, first:rows]
-            rows_loss = divergence(columns[:, at], found.top_logs[:, at], student)
+            target_slice = slice(first + 1 + step, rows + 1 + step)
+            is_counted = (
+                verified_round.has_target[:, target_slice] & verified_round.valid[:, first:rows]
+            )
+            rows_loss = divergence(
+                columns[:, target_slice], verified_round.top_logs[:, target_slice], student
+            )
             if reference is not None:
-                near = functional.kl_div(
+                proximal_loss = functional.kl_div(
                     student, reference[step], log_target=True, reduction="none"
                 ).sum(-1)
-                rows_loss = rows_loss + self._settings.proximal * near
+                rows_loss = rows_loss + self._settings.proximal * proximal_loss
             factor = self._discount**step
-            total = total + factor * torch.where(counts, rows_loss, 0.0).sum()
-            weight = weight + factor * counts.sum()
+            total = total + factor * torch.where(is_counted, rows_loss, 0.0).sum()
+            weight = weight + factor * is_counted.sum()
         return total / weight.clamp_min(1.0)
 
 
@@ -201,14 +207,18 @@ def divergence(columns: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
     listed tokens is likely.
     """
     listed = columns >= 0
-    mine = student.gather(-1, columns.clamp_min(0))
-    theirs = torch.where(listed, top_logs.exp(), 0.0)
+    student_logs = student.gather(-1, columns.clamp_min(0))
+    target_probabilities = torch.where(listed, top_logs.exp(), 0.0)
     # Tokens of probability 0 contribute nothing, whatever their logarithm is.
-    terms = torch.where(theirs > 0, theirs * (top_logs - mine), 0.0)
-    rest = _rest(theirs.sum(-1))
-    return terms.sum(-1) + rest.exp() * (rest - _rest(torch.where(listed, mine.exp(), 0.0).sum(-1)))
+    terms = torch.where(
+        target_probabilities > 0, target_probabilities * (top_logs - student_logs), 0.0
+    )
+    target_rest = _rest_log_probability(target_probabilities.sum(-1))
+    return terms.sum(-1) + target_rest.exp() * (
+        target_rest - _rest_log_probability(torch.where(listed, student_logs.exp(), 0.0).sum(-1))
+    )
 
 
-def _rest(listed: Tensor) -> Tensor:
+def _rest_log_probability(listed_probability: Tensor) -> Tensor:
     """Computes the log-probability of the bucket from the probability of the listed tokens."""
-    return torch.log1p(-listed.clamp_max(1 - 1e-6))
+    return torch.log1p(-listed_probability.clamp_max(1 - 1e-6))

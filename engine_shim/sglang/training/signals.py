@@ -31,20 +31,20 @@ FORMAT: Final = "speculation-signals-3"
 # The formats that are read.  The older one has no context.
 _FORMATS: Final = (FORMAT, "speculation-signals-2")
 _SUFFIX: Final = ".safetensors"
-_ASIDE: Final = ".part"
+_PARTIAL_SUFFIX: Final = ".part"
 # Older temporary files are those of a killed writer.
 _ABANDONED_SECONDS: Final = 600.0
-_TENSORS: Final = ("tokens", "features", "top_tokens", "top_logs")
-_FINAL: Final = "final"
-_NUMBERS: Final = ("start", "accepted", "tried")
-_CONTEXT: Final = "context"
+_TENSOR_FIELDS: Final = ("tokens", "features", "top_tokens", "top_logs")
+_FINAL_FIELD: Final = "final"
+_NUMBER_FIELDS: Final = ("start", "accepted", "tried")
+_CONTEXT_FIELD: Final = "context"
 # By name: dtype, and dimensions.
-_KINDS: Final = {
+_TENSOR_TYPES: Final = {
     "tokens": (torch.int64, 1),
     "features": (torch.bfloat16, 2),
     "top_tokens": (torch.int32, 2),
     "top_logs": (torch.float32, 2),
-    _FINAL: (torch.bfloat16, 2),
+    _FINAL_FIELD: (torch.bfloat16, 2),
 }
 _CLOSE_SECONDS: Final = 10.0
 
@@ -97,52 +97,56 @@ class Signal:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Returns the signal's tensors by name, without absent ones."""
-        found = {name: getattr(self, name) for name in (*_TENSORS, _FINAL)}
-        return {name: part for name, part in found.items() if part is not None}
+        all_tensors = {name: getattr(self, name) for name in (*_TENSOR_FIELDS, _FINAL_FIELD)}
+        return {name: part for name, part in all_tensors.items() if part is not None}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Encodes the signal as a safetensors file."""
         tensors = {name: part.contiguous() for name, part in self.tensors.items()}
-        numbers = {name: str(getattr(self, name)) for name in (*_NUMBERS, _CONTEXT)}
+        numbers = {name: str(getattr(self, name)) for name in (*_NUMBER_FIELDS, _CONTEXT_FIELD)}
         content: bytes = save(tensors, {"format": FORMAT, **numbers})
         return content
 
 
-def load(path: Path) -> Signal:
+def load_signal(path: Path) -> Signal:
     """Reads a signal.  Raises SignalError, or FileNotFoundError for one that was deleted."""
     if not path.exists():
         raise FileNotFoundError(path)
     try:
-        return _decoded(path)
+        return _decode(path)
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise SignalError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def _decoded(path: Path) -> Signal:
+def _decode(path: Path) -> Signal:
     with safe_open(path, "pt") as file:
-        facts = file.metadata() or {}
-        if facts.get("format") not in _FORMATS:
-            raise SignalError(f"format {facts.get('format')!r}, not {FORMAT}")
-        there = (*_TENSORS, _FINAL) if _FINAL in file.keys() else _TENSORS  # noqa: SIM118
-        tensors: dict[str, Any] = {name: file.get_tensor(name) for name in there}
-        numbers: dict[str, Any] = {name: int(facts[name]) for name in _NUMBERS}
-        numbers[_CONTEXT] = int(facts[_CONTEXT]) if facts["format"] == FORMAT else 0
-    _check(tensors)
+        metadata = file.metadata() or {}
+        if metadata.get("format") not in _FORMATS:
+            raise SignalError(f"format {metadata.get('format')!r}, not {FORMAT}")
+        tensor_names = (
+            (*_TENSOR_FIELDS, _FINAL_FIELD) if _FINAL_FIELD in file.keys() else _TENSOR_FIELDS  # noqa: SIM118
+        )
+        tensors: dict[str, Any] = {name: file.get_tensor(name) for name in tensor_names}
+        numbers: dict[str, Any] = {name: int(metadata[name]) for name in _NUMBER_FIELDS}
+        numbers[_CONTEXT_FIELD] = (
+            int(metadata[_CONTEXT_FIELD]) if metadata["format"] == FORMAT else 0
+        )
+    _require_valid(tensors)
     return Signal(**tensors, **numbers)
 
 
-def _check(tensors: Mapping[str, Tensor]) -> None:
+def _require_valid(tensors: Mapping[str, Tensor]) -> None:
     for name, part in tensors.items():
-        kind, dimensions = _KINDS[name]
-        if part.dtype is not kind or part.dim() != dimensions:
+        dtype, dimensions = _TENSOR_TYPES[name]
+        if part.dtype is not dtype or part.dim() != dimensions:
             raise SignalError(f"{name}: {part.dtype} in {part.dim()} dimensions")
         if part.is_floating_point():
             # An impossible token has a log-probability of minus infinity.
-            least = torch.finfo(kind).min if name != "top_logs" else -torch.inf
-            good = (part >= least) & (part <= torch.finfo(kind).max)
+            minimum = torch.finfo(dtype).min if name != "top_logs" else -torch.inf
+            is_valid = (part >= minimum) & (part <= torch.finfo(dtype).max)
         else:
-            good = part >= 0
-        if not bool(good.all()):
+            is_valid = part >= 0
+        if not bool(is_valid.all()):
             raise SignalError(f"{name} contains NaN, infinite values or negative tokens")
     if not bool(tensors["top_logs"].isfinite().any(dim=-1).all()):
         raise SignalError("top_logs has a position where every token has probability 0")
@@ -153,54 +157,54 @@ def signal_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{_SUFFIX}"))
 
 
-def readable(
+def read_valid(
     paths: Iterable[Path],
-    passed_over: Callable[[SignalError], object] = lambda error: _log.warning(
+    on_skipped: Callable[[SignalError], object] = lambda error: _log.warning(
         "passed over: %s", error
     ),
 ) -> Iterator[Signal]:
     """Reads signals in order; reports those that cannot be read, and skips deleted ones."""
     for path in paths:
         try:
-            yield load(path)
+            yield load_signal(path)
         except FileNotFoundError:
             continue
         except SignalError as error:
-            passed_over(error)
+            on_skipped(error)
 
 
 class SignalStore:
     """A folder of at most `most_bytes`; one writer of a name prefix, any number of readers."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         """Makes the folder if it does not exist.  Raises OSError."""
         self.folder = folder
-        self._most = most_bytes
-        self._written = 0
+        self._max_bytes = max_bytes
+        self._written_count = 0
         folder.mkdir(parents=True, exist_ok=True)
-        for aside in folder.glob(f"*{_ASIDE}"):
-            if time.time() - aside.stat().st_mtime > _ABANDONED_SECONDS:
-                aside.unlink(missing_ok=True)
+        for partial_path in folder.glob(f"*{_PARTIAL_SUFFIX}"):
+            if time.time() - partial_path.stat().st_mtime > _ABANDONED_SECONDS:
+                partial_path.unlink(missing_ok=True)
 
     def add(self, signal: Signal) -> Path:
         """Writes a signal, after deleting the oldest ones until there is room.
 
         Raises OSError; then no part of the signal is left.
         """
-        content = signal.encoded()
+        content = signal.encode()
         self._make_room(len(content))
-        self._written += 1
+        self._written_count += 1
         # Names sort by age, and no two writers share one.
-        name = f"{time.time_ns():020d}-{os.getpid()}-{self._written}"
-        aside, path = self.folder / (name + _ASIDE), self.folder / (name + _SUFFIX)
+        name = f"{time.time_ns():020d}-{os.getpid()}-{self._written_count}"
+        partial_path, path = self.folder / (name + _PARTIAL_SUFFIX), self.folder / (name + _SUFFIX)
         try:
-            with aside.open("xb") as file:
+            with partial_path.open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            aside.rename(path)
+            partial_path.rename(path)
         except OSError:
-            aside.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             raise
         return path
 
@@ -210,22 +214,24 @@ class SignalStore:
 
     def read(self) -> Iterator[Signal]:
         """Reads all signals, oldest first; logs and skips those that cannot be read."""
-        return readable(self.paths())
+        return read_valid(self.paths())
 
-    def _make_room(self, needed: int) -> None:
-        if needed > self._most:
-            raise OSError(f"a signal takes {needed} bytes, more than the store's {self._most}")
+    def _make_room(self, needed_bytes: int) -> None:
+        if needed_bytes > self._max_bytes:
+            raise OSError(
+                f"a signal takes {needed_bytes} bytes, more than the store's {self._max_bytes}"
+            )
         sizes = deque[tuple[Path, int]]()
         for path in self.paths():
             try:
                 sizes.append((path, path.stat().st_size))
             except FileNotFoundError:
                 continue
-        held = sum(size for _, size in sizes)
-        while sizes and held + needed > self._most:
-            path, size = sizes.popleft()
+        stored_bytes = sum(file_bytes for _, file_bytes in sizes)
+        while sizes and stored_bytes + needed_bytes > self._max_bytes:
+            path, file_bytes = sizes.popleft()
             path.unlink(missing_ok=True)
-            held -= size
+            stored_bytes -= file_bytes
 
 
 @dataclass(slots=True)
@@ -245,10 +251,10 @@ class WriterCounters:
 class SignalWriter:
     """Writes signals on its own thread; `put` never waits."""
 
-    def __init__(self, store: SignalStore, most_waiting: int = 64) -> None:
+    def __init__(self, store: SignalStore, max_waiting: int = 64) -> None:
         self.counters = WriterCounters()
         self._store = store
-        self._queue: queue.Queue[Signal | None] = queue.Queue(most_waiting)
+        self._queue: queue.Queue[Signal | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._run, name="speculation-signals", daemon=True)
         self._thread.start()
 
@@ -262,7 +268,7 @@ class SignalWriter:
         return True
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Returns the number of queued signals that are neither written nor dropped yet."""
         return self._queue.unfinished_tasks
 

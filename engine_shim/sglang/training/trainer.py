@@ -27,15 +27,20 @@ from engine_shim.sglang.training.exchange import (
     read_round,
 )
 from engine_shim.sglang.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
-from engine_shim.sglang.training.students import DraftShape, decoded, encoded, student_of
+from engine_shim.sglang.training.students import (
+    DraftShape,
+    decode_shape,
+    encode_shape,
+    make_student,
+)
 
 # Lower priority than the engine, which shares the processor.
 _NICE = 5
-WEIGHT = "weight:"
-BORROWED = "borrowed:"
+WEIGHT_PREFIX = "weight:"
+BORROWED_PREFIX = "borrowed:"
 
 
-def order(
+def encode_arguments(
     shape: DraftShape,
     settings: OnlineSettings,
     layouts: dict[str, Layout],
@@ -46,7 +51,7 @@ def order(
     """Encodes the arguments of `main` as JSON.  device: torch's name of the device to use."""
     return json.dumps(
         {
-            "shape": encoded(shape),
+            "shape": encode_shape(shape),
             "settings": asdict(settings),
             "layouts": layouts,
             "threads": threads,
@@ -58,13 +63,15 @@ def order(
 class Trainer:
     """Learns from rounds in shared memory, and writes the weights there."""
 
-    def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
+    def __init__(self, arguments: dict[str, Any], memory: SharedTensors) -> None:
         self._tensors = memory.tensors
-        self._borrowed = _starting_with(BORROWED, self._tensors)
-        self._device = torch.device(asked["device"])
-        student = student_of(decoded(asked["shape"]), Borrowed(**self._borrowed))
-        self._online = OnlineStudent(student.to(self._device), OnlineSettings(**asked["settings"]))
-        self._weights = _starting_with(WEIGHT, self._tensors)
+        self._borrowed = _select_by_prefix(BORROWED_PREFIX, self._tensors)
+        self._device = torch.device(arguments["device"])
+        student = make_student(decode_shape(arguments["shape"]), Borrowed(**self._borrowed))
+        self._online = OnlineStudent(
+            student.to(self._device), OnlineSettings(**arguments["settings"])
+        )
+        self._weights = _select_by_prefix(WEIGHT_PREFIX, self._tensors)
         self.take_weights()
 
     def take_weights(self) -> None:
@@ -72,19 +79,19 @@ class Trainer:
         for name, part in self._borrowed.items():
             getattr(self._online.student, name).copy_(part)
         self._online.student.load_state_dict(self._weights)
-        self._online.restart()
+        self._online.reset_optimizer()
 
-    def answer(self, message: Message) -> Message:
+    def handle_message(self, message: Message) -> Message:
         """Carries out a request of the engine; returns the answer."""
         if message.kind is MessageKind.TAKE_WEIGHTS:
             self.take_weights()
             return Message(MessageKind.READY)
-        read = read_round(self._tensors, message.requests)
-        found = Round(*(part.to(self._device) for part in read))
+        ring_round = read_round(self._tensors, message.requests)
+        device_round = Round(*(part.to(self._device) for part in ring_round))
         # A short round may have fewer positions after the first one from which a draft can start.
-        depth = min(message.gamma, found.tokens.shape[1] - 2)
+        depth = min(message.gamma, device_round.tokens.shape[1] - 2)
         try:
-            update = self._online.learn(found, depth)
+            update = self._online.learn(device_round, depth)
         except NotFiniteError as error:
             return Message(MessageKind.REFUSED, text=str(error))
         state = self._online.student.state_dict()
@@ -93,7 +100,7 @@ class Trainer:
         return Message(MessageKind.LEARNT, loss=update.loss, seconds=update.seconds)
 
 
-def _starting_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _select_by_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -101,25 +108,27 @@ def _starting_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     }
 
 
-def main(memory_fd: int, socket_fd: int, text: str) -> None:
+def main(memory_fd: int, socket_fd: int, encoded_arguments: str) -> None:
     """Serves the engine until it ends."""
     os.nice(_NICE)
-    asked = json.loads(text)
-    torch.set_num_threads(asked["threads"])
+    arguments = json.loads(encoded_arguments)
+    torch.set_num_threads(arguments["threads"])
     layouts = {
-        name: Layout(tuple(shape), dtype) for name, (shape, dtype) in asked["layouts"].items()
+        name: Layout(tuple(shape), dtype) for name, (shape, dtype) in arguments["layouts"].items()
     }
     channel = Channel(socket.socket(fileno=socket_fd))
     try:
-        trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
+        trainer = Trainer(arguments, SharedTensors(layouts, memory_fd))
         channel.send(Message(MessageKind.READY))
-        while (message := _next(channel)) is not None and channel.send(trainer.answer(message)):
+        while (message := _receive_next(channel)) is not None and channel.send(
+            trainer.handle_message(message)
+        ):
             pass
     finally:
         channel.close()
 
 
-def _next(channel: Channel) -> Message | None:
+def _receive_next(channel: Channel) -> Message | None:
     """Waits for the engine's next message; returns None after the engine has ended."""
     try:
         return channel.receive(wait=True)

@@ -31,27 +31,27 @@ from engine_shim.sglang.training.blocks import Borrowed
 from engine_shim.sglang.training.students import (
     DraftShape,
     DraftStudent,
-    decoded,
-    encoded,
-    student_of,
+    decode_shape,
+    encode_shape,
+    make_student,
 )
 
 FORMAT: Final = "speculation-draft-1"
 # The folder of the versions, inside the folder of the signals they are trained on.
-FOLDER: Final = "drafter"
+FOLDER_NAME: Final = "drafter"
 # Exceptions that malformed stored JSON can cause.
 _MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 # The types that parameters of a version may have.
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_BASE: Final = "base"
+_FLOAT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_BASE_STEM: Final = "base"
 _SUFFIX: Final = ".safetensors"
 # Prefix of the names of tensors that are not trained.
-_BORROWED: Final = "target:"
+_BORROWED_PREFIX: Final = "target:"
 _LOCK: Final = ".lock"
 _CLAIM: Final = ".claim"
 # Suffix of files that are being written; a file older than the limit was abandoned.
-_PART: Final = ".part"
-_LEFT_SECONDS: Final = 86_400.0
+_PARTIAL_SUFFIX: Final = ".part"
+_ABANDONED_SECONDS: Final = 86_400.0
 
 
 class VersionError(ValueError):
@@ -63,7 +63,7 @@ class FolderTakenError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class VersionOrigin:
     """The origin of a version.
 
     parent: the version it was trained from, 0 for the base.  signals: number of signals it was
@@ -78,7 +78,7 @@ class Made:
     seconds: float
 
     @property
-    def imported(self) -> bool:
+    def is_imported(self) -> bool:
         """Whether it was trained elsewhere."""
         return not self.signals
 
@@ -101,105 +101,109 @@ class Versions:
         A base with the same values and another shape, which an earlier release may have written, is
         overwritten.  Raises VersionError if the folder belongs to another drafter.
         """
-        digest = digest_of(_own(parameters, borrowed))
-        facts = {"digest": digest, "shape": json.dumps(encoded(shape))}
+        digest = digest_parameters(_drafter_tensors(parameters, borrowed))
+        metadata = {"digest": digest, "shape": json.dumps(encode_shape(shape))}
         path = self._path(0)
         if path.exists():
-            found = _facts(path)
-            if found.get("digest") != digest:
+            stored_facts = _read_metadata(path)
+            if stored_facts.get("digest") != digest:
                 raise VersionError(
                     f"{self.folder} holds signals and versions of another drafter "
-                    f"({found.get('digest')}, this one is {digest}): set "
+                    f"({stored_facts.get('digest')}, this one is {digest}): set "
                     "SPECULATION_SIGNALS_FOLDER to another folder"
                 )
-            if facts.items() <= found.items():
+            if metadata.items() <= stored_facts.items():
                 return digest
-        others = {
-            _BORROWED + name: part for name, part in borrowed._asdict().items() if part is not None
+        borrowed_tensors = {
+            _BORROWED_PREFIX + name: part
+            for name, part in borrowed._asdict().items()
+            if part is not None
         }
-        self._write(path, {**parameters, **others}, facts)
+        self._write(path, {**parameters, **borrowed_tensors}, metadata)
         return digest
 
     def base_digest(self) -> str:
         """Returns the digest of the base.  Raises VersionError, also without a base."""
-        found = _facts(self._path(0)).get("digest")
-        if not found:
+        digest = _read_metadata(self._path(0)).get("digest")
+        if not digest:
             raise VersionError(f"{self._path(0)} has no digest")
-        return found
+        return digest
 
-    def student(self, version: int) -> DraftStudent:
+    def load_student(self, version: int) -> DraftStudent:
         """Loads a version of the drafter in float32.  Raises VersionError."""
         path = self._path(0)
-        facts = _facts(path)
+        metadata = _read_metadata(path)
         try:
-            parameters, others = _parted(_tensors(path))
-            borrowed = Borrowed(**others)
-            _require_values(path, facts, _own(parameters, borrowed))
-            student = student_of(decoded(json.loads(facts["shape"])), _in_float32(borrowed))
+            parameters, borrowed_tensors = _split_borrowed(_read_tensors(path))
+            borrowed = Borrowed(**borrowed_tensors)
+            _require_values(path, metadata, _drafter_tensors(parameters, borrowed))
+            student = make_student(
+                decode_shape(json.loads(metadata["shape"])), _in_float32(borrowed)
+            )
             student.load_state_dict(parameters)
         except VersionError:
             raise
         except (*_MALFORMED, RuntimeError) as error:
             raise VersionError(f"{path}: {error}") from error
         if version:
-            student.load_state_dict(self.load(version, dict(student.named_parameters())))
+            student.load_state_dict(self.load_parameters(version, dict(student.named_parameters())))
         return student
 
-    def load(self, version: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Reads the parameters of a version, checked against those of `like`.
+    def load_parameters(self, version: int, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Reads the parameters of a version, checked against those of `expected`.
 
         Raises VersionError.
         """
         path = self._path(version)
-        facts = _facts(path)
-        if facts.get("base") != self.base_digest():
+        metadata = _read_metadata(path)
+        if metadata.get("base") != self.base_digest():
             raise VersionError(f"{path} was made for another drafter")
-        found = _tensors(path)
-        check_parameters(found, like, path)
-        _require_values(path, facts, found)
-        return found
+        parameters = _read_tensors(path)
+        check_parameters(parameters, expected, path)
+        _require_values(path, metadata, parameters)
+        return parameters
 
-    def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
+    def publish(self, parameters: Mapping[str, Tensor], origin: VersionOrigin) -> int:
         """Stores new parameters under the next free number, which is returned.  Raises OSError.
 
         Engine and trainer may call it at the same time: each gets its own number.
         """
-        facts = {
+        metadata = {
             "base": self.base_digest(),
-            "made": json.dumps(asdict(made)),
-            "digest": digest_of(parameters),
+            "made": json.dumps(asdict(origin)),
+            "digest": digest_parameters(parameters),
         }
-        version, claim = self._claimed()
+        version, claim = self._claim_number()
         try:
-            self._write(self._path(version), parameters, facts)
+            self._write(self._path(version), parameters, metadata)
         finally:
             claim.unlink(missing_ok=True)
         return version
 
-    def made(self, version: int) -> Made:
+    def read_origin(self, version: int) -> VersionOrigin:
         """Reads the origin of a version.  Raises VersionError."""
         path = self._path(version)
         try:
-            return Made(**json.loads(_facts(path)["made"]))
+            return VersionOrigin(**json.loads(_read_metadata(path)["made"]))
         except _MALFORMED as error:
             raise VersionError(f"{path}: {error}") from error
 
-    def numbers(self) -> list[int]:
+    def version_numbers(self) -> list[int]:
         """Returns all versions, ascending, without the base."""
         names = (path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def forget(self, keep: set[int], most: int = 8) -> None:
-        """Deletes the oldest versions beyond `most`, but none of `keep`.
+    def delete_old(self, kept_versions: set[int], max_versions: int = 8) -> None:
+        """Deletes the oldest versions beyond `max_versions`, but none of `kept_versions`.
 
         Also deletes the files of a killed writer that are older than a day.
         """
-        for version in self.numbers()[:-most]:
-            if version not in keep:
+        for version in self.version_numbers()[:-max_versions]:
+            if version not in kept_versions:
                 self._path(version).unlink(missing_ok=True)
-        for part in self.folder.glob(f"*{_PART}"):
+        for part in self.folder.glob(f"*{_PARTIAL_SUFFIX}"):
             with suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > _LEFT_SECONDS:
+                if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
                     part.unlink()
 
     def lock(self) -> IO[bytes]:
@@ -213,14 +217,14 @@ class Versions:
         return file
 
     def _path(self, version: int) -> Path:
-        return self.folder / ((f"{version:08d}" if version else _BASE) + _SUFFIX)
+        return self.folder / ((f"{version:08d}" if version else _BASE_STEM) + _SUFFIX)
 
-    def _claimed(self) -> tuple[int, Path]:
+    def _claim_number(self) -> tuple[int, Path]:
         """Claims a free number; returns it and the claim, a file that the caller deletes.
 
         A number that a killed writer has claimed is never used.
         """
-        version = max([0, *self.numbers()]) + 1
+        version = max([0, *self.version_numbers()]) + 1
         while True:
             path = self._path(version)
             claim = path.with_suffix(_CLAIM)
@@ -231,67 +235,71 @@ class Versions:
                 claim.unlink(missing_ok=True)
             version += 1
 
-    def _write(self, path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
-        aside = path.with_suffix(f".{os.getpid()}{_PART}")
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        partial_path = path.with_suffix(f".{os.getpid()}{_PARTIAL_SUFFIX}")
         try:
-            whole = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
-            save_file(whole, aside, {"format": FORMAT, **facts})
-            with aside.open("rb") as file:
+            contiguous = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+            save_file(contiguous, partial_path, {"format": FORMAT, **metadata})
+            with partial_path.open("rb") as file:
                 os.fsync(file.fileno())
             # Engine and trainer often run as different users.
-            aside.chmod(0o644)
-            aside.rename(path)
+            partial_path.chmod(0o644)
+            partial_path.rename(path)
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
         finally:
-            aside.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
 
 
-def check_parameters(found: Mapping[str, Tensor], like: Mapping[str, Tensor], path: Path) -> None:
-    """Raises VersionError if names or shapes differ from `like`, or values are not finite floats.
+def check_parameters(
+    parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path
+) -> None:
+    """Raises VersionError for names or shapes that differ from `expected`, or bad values.
 
     Quantised values (fp8, for example) are refused, because their scales are not in the file.
     """
-    for name in sorted(found.keys() | like.keys()):
-        ours = tuple(found[name].shape) if name in found else "missing"
-        theirs = tuple(like[name].shape) if name in like else "missing"
-        if ours != theirs:
-            raise VersionError(f"{path}: {name} is {ours}, the drafter's {theirs}")
-    for name, part in found.items():
-        if part.dtype not in _FLOATS:
-            kinds = ", ".join(map(str, _FLOATS))
+    for name in sorted(parameters.keys() | expected.keys()):
+        actual_shape = tuple(parameters[name].shape) if name in parameters else "missing"
+        expected_shape = tuple(expected[name].shape) if name in expected else "missing"
+        if actual_shape != expected_shape:
+            raise VersionError(f"{path}: {name} is {actual_shape}, the drafter's {expected_shape}")
+    for name, part in parameters.items():
+        if part.dtype not in _FLOAT_DTYPES:
+            kinds = ", ".join(map(str, _FLOAT_DTYPES))
             raise VersionError(f"{path}: {name} is of {part.dtype}, and one of {kinds} is needed")
         if not bool(torch.isfinite(part).all()):
             raise VersionError(f"{path}: {name} contains NaN or infinite values")
 
 
-def digest_of(parameters: Mapping[str, Tensor]) -> str:
+def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
     """Returns a digest of the names, shapes and values."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(parameters):
         part = parameters[name].detach().cpu().contiguous()
-        found.update(f"{name}{tuple(part.shape)}{part.dtype}".encode())
-        found.update(part.view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]
+        digest.update(f"{name}{tuple(part.shape)}{part.dtype}".encode())
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
-def _own(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tensor]:
+def _drafter_tensors(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tensor]:
     """Returns the tensors that identify a drafter: parameters, and a draft vocabulary if any."""
-    own = dict(parameters)
+    tensors = dict(parameters)
     if borrowed.tokens is not None:
-        own[_BORROWED + "tokens"] = borrowed.tokens
-    return own
+        tensors[_BORROWED_PREFIX + "tokens"] = borrowed.tokens
+    return tensors
 
 
-def _parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split_borrowed(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Splits a base into the parameters and the borrowed tensors, the latter by field name."""
-    others = {
-        name.removeprefix(_BORROWED): part
+    borrowed_tensors = {
+        name.removeprefix(_BORROWED_PREFIX): part
         for name, part in tensors.items()
-        if name.startswith(_BORROWED)
+        if name.startswith(_BORROWED_PREFIX)
     }
-    own = {name: part for name, part in tensors.items() if not name.startswith(_BORROWED)}
-    return own, others
+    parameters = {
+        name: part for name, part in tensors.items() if not name.startswith(_BORROWED_PREFIX)
+    }
+    return parameters, borrowed_tensors
 
 
 def _in_float32(borrowed: Borrowed) -> Borrowed:
@@ -299,34 +307,36 @@ def _in_float32(borrowed: Borrowed) -> Borrowed:
     return Borrowed(embedding.float(), None if head is None else head.float(), tokens)
 
 
-def _require_values(path: Path, facts: Mapping[str, str], found: Mapping[str, Tensor]) -> None:
+def _require_values(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Raises VersionError unless the values are those that were written.
 
     Versions of earlier releases have no digest of their own.
     """
-    written = facts.get("digest")
-    if written is not None and written != digest_of(found):
+    written = metadata.get("digest")
+    if written is not None and written != digest_parameters(tensors):
         raise VersionError(f"{path} is damaged: its values are not those that were written")
 
 
-def _facts(path: Path) -> dict[str, str]:
+def _read_metadata(path: Path) -> dict[str, str]:
     if not path.exists():
         hint = (
             ": no engine has stored its drafter there.  Start one with SPECULATION_SIGNALS_FOLDER; "
             "its log gives the reason if the drafter cannot learn"
         )
-        raise VersionError(f"{path} does not exist{hint if path.stem == _BASE else ''}")
+        raise VersionError(f"{path} does not exist{hint if path.stem == _BASE_STEM else ''}")
     try:
         with safe_open(path, "pt") as file:
-            facts: dict[str, str] = file.metadata() or {}
+            metadata: dict[str, str] = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise VersionError(f"{path}: {error}") from error
-    if facts.get("format") != FORMAT:
-        raise VersionError(f"{path}: its format is {facts.get('format')!r}, {FORMAT!r} is needed")
-    return facts
+    if metadata.get("format") != FORMAT:
+        raise VersionError(
+            f"{path}: its format is {metadata.get('format')!r}, {FORMAT!r} is needed"
+        )
+    return metadata
 
 
-def _tensors(path: Path) -> dict[str, Any]:
+def _read_tensors(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

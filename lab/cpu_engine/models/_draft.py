@@ -36,7 +36,7 @@ def train_draft(
     """Trains a draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
     torch.manual_seed(1)
     student = Eagle3Student(shape, target.model.embed_tokens.weight)
-    student.start_from(target.model.embed_tokens.weight, target.model.norm.weight)
+    student.initialise_from_target(target.model.embed_tokens.weight, target.model.norm.weight)
     _distil(student, recipe, target, splits)
     return student
 
@@ -95,8 +95,8 @@ def train_blocks(
     def loss_of_step() -> Tensor:
         tokens = sampler.draw(_BLOCK_WINDOWS, _BLOCK_LENGTH + shape.block)
         anchors = 1 + torch.randperm(_BLOCK_LENGTH - 1, generator=sampler.generator)[:_ANCHORS]
-        features, aims = _taught(student, target, tokens, anchors)
-        drafted = functional.log_softmax(student.blocks(features, tokens, anchors), dim=-1)
+        features, aims = _features_and_aims(student, target, tokens, anchors)
+        drafted = functional.log_softmax(student.block_logits(features, tokens, anchors), dim=-1)
         # KL(target || draft) of each drafted position, averaged over blocks: [D - 1] nats.
         rows = functional.kl_div(drafted, aims, log_target=True, reduction="none").sum(dim=-1)
         return (rows.mean(dim=(0, 1)) * weights).sum()
@@ -107,7 +107,7 @@ def train_blocks(
 
 
 @torch.no_grad()
-def _taught(
+def _features_and_aims(
     student: DFlashStudent, target: Qwen3Target, tokens: Tensor, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns features of all but the last block, and aims [batch, A, D - 1, vocabulary]."""
@@ -127,9 +127,9 @@ def block_agreement_by_domain(
     anchors = torch.arange(8, _BLOCK_LENGTH, 5)
     for domain in DOMAINS:
         tokens = held_out_sampler(splits, domain).draw(12, _BLOCK_LENGTH + student.shape.block)
-        features, aims = _taught(student, target, tokens, anchors)
-        same = student.blocks(features, tokens, anchors).argmax(-1) == aims.argmax(-1)
-        shares[domain] = [round(float(x), 3) for x in same.float().mean(dim=(0, 1))]
+        features, aims = _features_and_aims(student, target, tokens, anchors)
+        matches = student.block_logits(features, tokens, anchors).argmax(-1) == aims.argmax(-1)
+        shares[domain] = [round(float(x), 3) for x in matches.float().mean(dim=(0, 1))]
     return shares
 
 

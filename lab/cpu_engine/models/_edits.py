@@ -55,7 +55,7 @@ def train_edit_draft(
 ) -> None:
     """Trains a draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
     torch.manual_seed(1)
-    student.start_from(target.model.embed_tokens.weight, target.model.norm.weight)
+    student.initialise_from_target(target.model.embed_tokens.weight, target.model.norm.weight)
 
     sampler = EditSampler(split.train, recipe.mixture, _DRAFT_TOKENS, seed=5)
 
@@ -73,7 +73,7 @@ def train_edit_draft(
 @torch.no_grad()
 def answer_entropy(target: Qwen3Target, edits: tuple[EncodedEdit, ...]) -> dict[str, float]:
     """Computes the held-out loss of answers by kind, nats a token."""
-    found = {}
+    entropies = {}
     for kind in KINDS:
         sampler = EditSampler(edits, {kind: 1.0}, _BATCH_TOKENS, seed=1)
         total = count = 0.0
@@ -82,8 +82,8 @@ def answer_entropy(target: Qwen3Target, edits: tuple[EncodedEdit, ...]) -> dict[
             in_answer = weights == 1
             total += float(losses[in_answer].sum())
             count += int(in_answer.sum())
-        found[kind] = round(total / count, 3)
-    return found
+        entropies[kind] = round(total / count, 3)
+    return entropies
 
 
 def _losses(target: Qwen3Target, tokens: Tensor, aims: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _losses(target: Qwen3Target, tokens: Tensor, aims: Tensor) -> tuple[Tensor, 
 def _learn_to_copy(target: Qwen3Target, budget: StepBudget) -> None:
     rng = np.random.default_rng(3)
     fast: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    spans = _spans_of(budget)
+    spans = _span_lengths(budget)
 
     def loss_of_step(_: int) -> Tensor:
         tokens, repeated = copies(rng, next(spans), _COPY_TOKENS)
@@ -117,13 +117,13 @@ def _learn_to_copy(target: Qwen3Target, budget: StepBudget) -> None:
     train(target, loss_of_step, budget, rate, weight_decay=0.01, on_step=report)
 
 
-def _spans_of(budget: StepBudget) -> Iterator[int]:
+def _span_lengths(budget: StepBudget) -> Iterator[int]:
     """Yields how long spans may be in each step of a training."""
-    least, most = _SPAN
+    shortest, longest = _SPAN
     for _, used in budget.progress():
-        yield round(least + used * used * (most - least))
+        yield round(shortest + used * used * (longest - shortest))
     while True:
-        yield most
+        yield longest
 
 
 def copies(rng: np.random.Generator, longest: int, total: int) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def branch_shares(target: Qwen3Target, tokens: Tensor) -> list[float]:
 
     Norms are averaged over rows before the division.
     """
-    rotation = target.rotary.at(torch.arange(tokens.shape[1]))
+    rotation = target.rotary.compute_rotation(torch.arange(tokens.shape[1]))
     residual = target.model.embed_tokens(tokens)
     shares = []
     for layer in target.model.layers:

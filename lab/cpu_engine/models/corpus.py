@@ -119,11 +119,11 @@ def tokenize(texts: Mapping[str, list[str]], tokenizer: Tokenizer) -> dict[str, 
     """Makes token streams by domain; the last ``VALIDATION_FRACTION`` of documents is held out."""
     splits = {}
     for domain in DOMAINS:
-        documents_of = texts[domain]
-        held_out = max(1, round(len(documents_of) * VALIDATION_FRACTION))
+        domain_documents = texts[domain]
+        held_out = max(1, round(len(domain_documents) * VALIDATION_FRACTION))
         splits[domain] = Split(
-            _stream(documents_of[:-held_out], tokenizer),
-            _stream(documents_of[-held_out:], tokenizer),
+            _stream(domain_documents[:-held_out], tokenizer),
+            _stream(domain_documents[-held_out:], tokenizer),
         )
     return splits
 
@@ -158,8 +158,10 @@ def _split_docstrings(source: str) -> tuple[str, list[str]]:
         )
         if len(docstring) > _SHORTEST_PROSE:
             docstrings.append(docstring)
-    kept = (line for number, line in enumerate(source.split("\n")) if number not in docstring_lines)
-    return "\n".join(kept), docstrings
+    remaining_lines = (
+        line for number, line in enumerate(source.split("\n")) if number not in docstring_lines
+    )
+    return "\n".join(remaining_lines), docstrings
 
 
 def _json_documents(rng: random.Random, count: int) -> Iterator[str]:

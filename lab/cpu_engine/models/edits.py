@@ -95,11 +95,11 @@ def code_edits(tokenizer: Tokenizer, seed: int = 0) -> EditSplit:
     rng.shuffle(paths)
     held_out = max(1, round(len(paths) * VALIDATION_FRACTION))
 
-    def encoded(some: Sequence[Path]) -> tuple[EncodedEdit, ...]:
-        edits = [edit for path in some for edit in edits_of(_read(path), rng)]
+    def encode_files(selected_paths: Sequence[Path]) -> tuple[EncodedEdit, ...]:
+        edits = [edit for path in selected_paths for edit in edits_of(_read(path), rng)]
         return tuple(_encode(edits, tokenizer))
 
-    return EditSplit(encoded(paths[:-held_out]), encoded(paths[-held_out:]))
+    return EditSplit(encode_files(paths[:-held_out]), encode_files(paths[-held_out:]))
 
 
 def _paths() -> Iterator[Path]:
@@ -141,33 +141,35 @@ def edits_of(source: str, rng: random.Random) -> Iterator[Edit]:
 def _edits_of(text: str, tree: ast.Module, rng: random.Random) -> Iterator[Edit | None]:
     """Makes an edit of each kind, in their order; None where there is nothing to change."""
     bare = without_docstrings(text, tree)
-    yield _begun("check", "# Check the arguments.", bare, _checks)
-    yield _begun("describe", "# Describe the functions.", bare, _docstring)
+    yield _insert_at_start("check", "# Check the arguments.", bare, _checks)
+    yield _insert_at_start("describe", "# Describe the functions.", bare, _docstring)
     if bare != text:
         yield Edit("document", f"# Write the docstrings.\n{bare}", text)
-    yield _begun("guard", "# Guard the functions.", bare, lambda _: list(_GUARD))
+    yield _insert_at_start("guard", "# Guard the functions.", bare, lambda _: list(_GUARD))
     yield Edit("licence", f"# Add the licence.\n{bare}", _NOTICE + bare)
-    yield _begun("log", "# Log the arguments.", bare, _log_call)
+    yield _insert_at_start("log", "# Log the arguments.", bare, _log_call)
     yield _rename(bare, tree, rng)
 
 
 def without_docstrings(text: str, tree: ast.Module) -> str:
     """Returns the source without the lines of its docstrings."""
-    gone: set[int] = set()
+    docstring_lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node):
             statement = node.body[0]
             if len(node.body) > 1 and statement.col_offset > node.col_offset:
-                gone.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
-    kept = (line for number, line in enumerate(text.split("\n"), 1) if number not in gone)
-    return "\n".join(kept)
+                docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    remaining_lines = (
+        line for number, line in enumerate(text.split("\n"), 1) if number not in docstring_lines
+    )
+    return "\n".join(remaining_lines)
 
 
 def _log_call(function: Function) -> list[str]:
     names = _arguments(function)
-    shown = "".join(f" {name}=%r" for name in names)
+    placeholders = "".join(f" {name}=%r" for name in names)
     values = "".join(f", {name}" for name in names)
-    return [f'log.debug("{function.name}{shown}"{values})']
+    return [f'log.debug("{function.name}{placeholders}"{values})']
 
 
 def _checks(function: Function) -> list[str]:
@@ -187,7 +189,9 @@ def _docstring(function: Function) -> list[str]:
     ]  # fmt: skip
 
 
-def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]]) -> Edit | None:
+def _insert_at_start(
+    kind: str, instruction: str, bare: str, make_lines: Callable[[Function], list[str]]
+) -> Edit | None:
     """Makes an edit that begins every function with new lines; None if there is nothing to add."""
     lines = bare.split("\n")
     functions = [node for node in ast.walk(ast.parse(bare)) if isinstance(node, Function)]
@@ -200,10 +204,10 @@ def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]
         )
         if first == node.lineno:
             return None
-        new = [" " * statement.col_offset + line for line in make(node)]
-        lines[first - 1 : first - 1] = new
-        added += len(new)
-    return Edit(kind, f"{wish}\n{bare}", "\n".join(lines)) if added else None
+        new_lines = [" " * statement.col_offset + line for line in make_lines(node)]
+        lines[first - 1 : first - 1] = new_lines
+        added += len(new_lines)
+    return Edit(kind, f"{instruction}\n{bare}", "\n".join(lines)) if added else None
 
 
 def _arguments(function: Function) -> list[str]:
@@ -214,10 +218,10 @@ def _rename(bare: str, tree: ast.Module, rng: random.Random) -> Edit | None:
     if not bare.isascii() or not isinstance(tree.body[0], Function):
         return None
     names = [node for node in ast.walk(ast.parse(bare)) if isinstance(node, ast.Name)]
-    stored = Counter(node.id for node in names if isinstance(node.ctx, ast.Store))
-    if not stored:
+    assignment_counts = Counter(node.id for node in names if isinstance(node.ctx, ast.Store))
+    if not assignment_counts:
         return None
-    old, new = stored.most_common(1)[0][0], rng.choice(_NEW_NAMES)
+    old, new = assignment_counts.most_common(1)[0][0], rng.choice(_NEW_NAMES)
     if re.search(rf"\b{new}\b", bare) or len(old) < 2:
         return None
     lines = bare.split("\n")
@@ -234,13 +238,13 @@ def _encode(edits: Sequence[Edit], tokenizer: Tokenizer) -> Iterator[EncodedEdit
     requests = tokenizer.encode_batch([edit.request for edit in edits])
     answers = tokenizer.encode_batch([edit.answer for edit in edits])
     for edit, request, answer in zip(edits, requests, answers, strict=True):
-        found = EncodedEdit(
+        encoded_edit = EncodedEdit(
             edit.kind,
             (DOCUMENT_TOKEN_ID, *request.ids, DOCUMENT_TOKEN_ID),
             (*answer.ids, DOCUMENT_TOKEN_ID),
         )
-        if _LEAST_TOKENS <= len(found.prompt) + len(found.answer) <= _MOST_TOKENS:
-            yield found
+        if _LEAST_TOKENS <= len(encoded_edit.prompt) + len(encoded_edit.answer) <= _MOST_TOKENS:
+            yield encoded_edit
 
 
 class EditSampler:
@@ -266,8 +270,8 @@ class EditSampler:
             kind = str(self._rng.choice(list(self._by_kind), p=self._shares))
             edits = self._by_kind[kind]
             spread = max(1, len(edits) // 50)
-            at = int(place * len(edits)) + int(self._rng.integers(-spread, spread + 1))
-            edit = edits[min(max(at, 0), len(edits) - 1)]
+            index = int(place * len(edits)) + int(self._rng.integers(-spread, spread + 1))
+            edit = edits[min(max(index, 0), len(edits) - 1)]
             rows.append((*edit.prompt, *edit.answer))
             if (len(rows) + 1) * max(map(len, rows)) > self._tokens:
                 break
@@ -301,8 +305,8 @@ def save_edits(edits: Sequence[EncodedEdit], folder: Path) -> None:
 
 def load_edits(folder: Path) -> tuple[EncodedEdit, ...]:
     """Reads what `save_edits` has written."""
-    with np.load(folder / EDITS_FILE) as found:
-        kinds: list[str] = found["kinds"].tolist()
-        rows = [tuple(row.tolist()) for row in np.split(found["tokens"], found["ends"][:-1])]
+    with np.load(folder / EDITS_FILE) as archive:
+        kinds: list[str] = archive["kinds"].tolist()
+        rows = [tuple(row.tolist()) for row in np.split(archive["tokens"], archive["ends"][:-1])]
     prompts, answers = rows[: len(kinds)], rows[len(kinds) :]
     return tuple(map(EncodedEdit, kinds, prompts, answers))

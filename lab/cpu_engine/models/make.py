@@ -38,7 +38,7 @@ from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edi
 from lab.cpu_engine.models.prompts import passage_file
 from lab.cpu_engine.models.recipe import EDITS, MIMO, SHALLOW, EditRecipe, Recipe
 from lab.cpu_engine.models.targets import load_target, save_predictor, save_target
-from trainer.checkpoint import save_dflash, save_draft
+from trainer.checkpoint import save_dflash, save_eagle3
 from trainer.sd2 import save_sd2
 
 TARGET = "target"
@@ -86,7 +86,7 @@ def make(
         _log.info("predictor: agreement %s", agreement_by_domain(predictor, target, splits))
     for name, draft in recipe.drafts.items():
         student = train_draft(draft, recipe.draft_shape, target, splits)
-        save_draft(student, output / name)
+        save_eagle3(student, output / name)
         _log.info("%s: agreement %s", name, agreement_by_domain(student, target, splits))
     for name, draft in recipe.blocks.items():
         shape = recipe.block_shape(mask_token(tokenizer))
@@ -94,8 +94,8 @@ def make(
         save_dflash(blocks, output / name)
         _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
     for name, sd2 in recipe.sd2.items():
-        made = make_sd2(sd2, recipe.sd2_shape(sd2), target, splits)
-        save_sd2(made, output / name)
+        sd2_draft = make_sd2(sd2, recipe.sd2_shape(sd2), target, splits)
+        save_sd2(sd2_draft, output / name)
 
 
 def make_edits(recipe: EditRecipe, shipped: Path, output: Path, *, keep_target: bool) -> None:
@@ -113,22 +113,24 @@ def make_edits(recipe: EditRecipe, shipped: Path, output: Path, *, keep_target: 
     target = load_target(output / TARGET).requires_grad_(False)
     student = Eagle3Student(SHALLOW.draft_shape, target.model.embed_tokens.weight)
     train_edit_draft(recipe, student, target, split)
-    save_draft(student, output / "draft")
-    save_edits([edit for kind in KINDS for edit in _kept(kind, split.validation)], output)
+    save_eagle3(student, output / "draft")
+    save_edits([edit for kind in KINDS for edit in _select_edits(kind, split.validation)], output)
 
 
-def _kept(kind: str, edits: Sequence[EncodedEdit]) -> list[EncodedEdit]:
+def _select_edits(kind: str, edits: Sequence[EncodedEdit]) -> list[EncodedEdit]:
     """Returns evenly spaced edits of a kind, no two of the same request."""
-    found = {e.prompt: e for e in edits if e.kind == kind and len(e.answer) in _KEPT_LENGTHS}
-    picks = np.linspace(0, len(found) - 1, _KEPT_EDITS).astype(int)
-    return [list(found.values())[pick] for pick in picks]
+    edits_by_prompt = {
+        e.prompt: e for e in edits if e.kind == kind and len(e.answer) in _KEPT_LENGTHS
+    }
+    picks = np.linspace(0, len(edits_by_prompt) - 1, _KEPT_EDITS).astype(int)
+    return [list(edits_by_prompt.values())[pick] for pick in picks]
 
 
 def mask_token(tokenizer: Tokenizer) -> int:
     """Returns the token of a byte that no UTF-8 text holds, so that it may stand for a mask."""
-    found = tokenizer.token_to_id("ÿ")
-    assert isinstance(found, int)
-    return found
+    token_id = tokenizer.token_to_id("ÿ")
+    assert isinstance(token_id, int)
+    return token_id
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -203,11 +205,11 @@ def main() -> None:
         recipe, output = MIMO, output / "mimo"
     if arguments.only:
         groups = ("drafts", "blocks", "sd2")
-        chosen = {
+        selected_recipes = {
             group: {n: r for n, r in getattr(recipe, group).items() if n in arguments.only}
             for group in groups
         }
-        recipe = replace(recipe, **chosen)  # type: ignore[arg-type]
+        recipe = replace(recipe, **selected_recipes)  # type: ignore[arg-type]
     make(
         recipe,
         output,

@@ -98,7 +98,7 @@ class Recipe:
     @property
     def shallow_shape(self) -> DecoderShape:
         """The target before it is grown."""
-        return self.shape.with_layers(self.shallow_layers)
+        return self.shape.replace_layers(self.shallow_layers)
 
     @property
     def draft_shape(self) -> Eagle3Shape:
@@ -108,12 +108,12 @@ class Recipe:
         is out of reach.
         """
         layers = self.shape.layers
-        return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))
+        return Eagle3Shape(self.shape.replace_layers(1), (2, layers // 2, layers - 2))
 
     @property
     def predictor_shape(self) -> MtpShape:
         """One layer, fed with what the target's head reads."""
-        return MtpShape(self.shape.with_layers(1))
+        return MtpShape(self.shape.replace_layers(1))
 
     def sd2_shape(self, sd2: Sd2Recipe) -> Sd2Shape:
         """Two layers, which are steered by what an EAGLE3 draft reads."""
@@ -129,7 +129,7 @@ class Recipe:
         """Two layers, fed from five target layers spread over its depth."""
         layers = self.shape.layers
         features = tuple(sorted({round(1 + i * (layers - 4) / 4) for i in range(5)}))
-        return DFlashShape(self.shape.with_layers(2), features, self.block, mask_token)
+        return DFlashShape(self.shape.replace_layers(2), features, self.block, mask_token)
 
 
 # A target that edits code, from the shallow one, and an EAGLE3 drafter for it.

@@ -46,7 +46,7 @@ class LearningRate:
     warmup_steps: int
     final_share: float = 0.03
 
-    def at(self, step: int, used: float) -> float:
+    def value_at(self, step: int, used: float) -> float:
         """Returns the rate for ``step`` (from zero) when ``used`` of the budget is gone."""
         warmth = min(1.0, (step + 1) / self.warmup_steps)
         return self.peak * warmth * (1 - used * (1 - self.final_share))
@@ -69,21 +69,21 @@ def train(
     optimizer = torch.optim.AdamW(
         parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
     )
-    made = 0
+    update_count = 0
     module.train()
     for step, used in budget.progress():
         for group in optimizer.param_groups:
-            group["lr"] = rate.at(step, used)
+            group["lr"] = rate.value_at(step, used)
         loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        made = step + 1
+        update_count = step + 1
         if on_step is not None:
             on_step(step, loss.item())
     module.eval()
-    return made
+    return update_count
 
 
 def fit(

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine_shim.sglang.training.blocks import QWEN2, QWEN3, DecoderLayer, DecoderShape, Family
 from engine_shim.sglang.training.chain import MtpStudent
 from engine_shim.sglang.training.students import decoder_shape, mtp_shape
-from trainer.checkpoint import CONFIG, join, read_model, save_model, save_weights, split
+from trainer.checkpoint import CONFIG, join_fused, read_model, save_model, save_weights, split_fused
 from trainer.language_model import LanguageModel
 
 _PREDICTOR: Final = "mtp.safetensors"
@@ -54,11 +54,11 @@ def grow(target: Qwen3Target, layers: int) -> Qwen3Target:
         raise ValueError(
             f"cannot grow {depth} layers to {layers}: start from two or more, and end with no fewer"
         )
-    each, extra = divmod(layers - 1, depth - 1)
-    parts = [1] + [each + (index < extra) for index in range(depth - 1)]
+    copies_per_layer, extra = divmod(layers - 1, depth - 1)
+    parts = [1] + [copies_per_layer + (index < extra) for index in range(depth - 1)]
     sources = [source for source, count in enumerate(parts) for _ in range(count)]
 
-    grown = type(target)(target.shape.with_layers(layers))
+    grown = type(target)(target.shape.replace_layers(layers))
     grown.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     grown.model.norm.load_state_dict(target.model.norm.state_dict())
     for layer, source in zip(grown.model.layers, sources, strict=True):
@@ -75,12 +75,12 @@ def save_target(target: Qwen3Target, folder: Path) -> None:
 
     A MiMo's predictor comes from :func:`save_predictor`.
     """
-    parts = dict(split(target.state_dict(), target.shape))
-    of_mimo: dict[str, Any] = {}
+    parts = dict(split_fused(target.state_dict(), target.shape))
+    mimo_fields: dict[str, Any] = {}
     if target.family is QWEN2:
-        of_mimo = {"model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1}
+        mimo_fields = {"model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1}
     architecture = _MIMO if target.family is QWEN2 else "Qwen3ForCausalLM"
-    save_model(folder, target.shape, parts, architecture, tie_word_embeddings=True, **of_mimo)
+    save_model(folder, target.shape, parts, architecture, tie_word_embeddings=True, **mimo_fields)
 
 
 def load_target(folder: Path) -> Qwen3Target:
@@ -94,7 +94,7 @@ def load_target(folder: Path) -> Qwen3Target:
 
 def save_predictor(student: MtpStudent, folder: Path) -> None:
     """Adds the predictor of a MiMo to the folder of its target."""
-    parts = split(student.state_dict(), student.shape.decoder)
+    parts = split_fused(student.state_dict(), student.shape.decoder)
     save_weights(folder / _PREDICTOR, {_predictor_name(name): part for name, part in parts})
 
 
@@ -102,8 +102,10 @@ def load_predictor(folder: Path, embedding: Tensor) -> MtpStudent:
     """Reads back :func:`save_predictor`, in float32, beside the target's ``embedding``."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     student = MtpStudent(mtp_shape(config), embedding.float())
-    stored = join(load_file(folder / _PREDICTOR))
-    student.load_state_dict({_live_predictor_name(name): part for name, part in stored.items()})
+    stored_weights = join_fused(load_file(folder / _PREDICTOR))
+    student.load_state_dict(
+        {_live_predictor_name(name): part for name, part in stored_weights.items()}
+    )
     return student.eval()
 
 
@@ -111,7 +113,7 @@ def _predictor_name(live: str) -> str:
     return _PREDICTOR_LAYER + live.removeprefix("model.").removeprefix("mtp_block.")
 
 
-def _live_predictor_name(stored: str) -> str:
-    name = stored.removeprefix(_PREDICTOR_LAYER)
-    beside = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    return f"model.{name}" if name.startswith(beside) else f"model.mtp_block.{name}"
+def _live_predictor_name(stored_name: str) -> str:
+    name = stored_name.removeprefix(_PREDICTOR_LAYER)
+    outer_prefixes = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    return f"model.{name}" if name.startswith(outer_prefixes) else f"model.mtp_block.{name}"

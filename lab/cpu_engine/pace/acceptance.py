@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 
 # The token id written at every accepted position; all vocabularies have it.
 _TOKEN = 100
@@ -52,8 +52,8 @@ class RequestId:
     @classmethod
     def parse(cls, text: str) -> "RequestId | None":
         """Reads an id; None for one of another form."""
-        kind, _, rest = text.partition(".")
-        number, _, tokens = rest.partition(".")
+        kind, _, remainder = text.partition(".")
+        number, _, tokens = remainder.partition(".")
         if not (number.isdecimal() and tokens.isdecimal()):
             return None
         return cls(kind, int(number), int(tokens))
@@ -66,8 +66,10 @@ class DrawnAcceptance:
     """
 
     def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        self._curves = {kind: Curves(kind, own) for kind, own in curves.items()}
-        self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}
+        self._curves = {
+            kind: IndependentCurves(kind, drafter_curves) for kind, drafter_curves in curves.items()
+        }
+        self._draws: dict[tuple[str, str], NDArray[np.uint8]] = {}
 
     @property
     def kinds(self) -> Collection[str]:
@@ -76,8 +78,8 @@ class DrawnAcceptance:
 
     def require(self, drafters: Sequence[str]) -> None:
         """Raises ValueError for a class that lacks the curve of one of the drafters."""
-        for kind, own in self._curves.items():
-            missing = sorted(set(drafters) - own.curves.keys())
+        for kind, drafter_curves in self._curves.items():
+            missing = sorted(set(drafters) - drafter_curves.curves.keys())
             if missing:
                 raise ValueError(f"class {kind!r} has no acceptance curve for {missing}")
 
@@ -89,39 +91,39 @@ class DrawnAcceptance:
         rng = np.random.default_rng([0, zlib.crc32(f"{request}/{drafter}".encode())])
         return self._curves[request.kind].draw(drafter, rng, max(request.output_tokens, 1))
 
-    def at(self, rid: str, drafter: str, position: int) -> int:
+    def accepted_at(self, rid: str, drafter: str, position: int) -> int:
         """Drafts accepted at a position of a request; 0 for a request without class."""
         key = (rid, drafter)
-        drawn = self._drawn.get(key)
-        if drawn is None:
+        accepted_counts = self._draws.get(key)
+        if accepted_counts is None:
             request = RequestId.parse(rid)
-            drawn = (
+            accepted_counts = (
                 np.zeros(_NO_CLASS_TOKENS, dtype=np.uint8)
                 if request is None or request.kind not in self._curves
                 else self.accepted(request, drafter)
             )
-            self._drawn[key] = drawn
-        return int(drawn[position]) if position < len(drawn) else 0
+            self._draws[key] = accepted_counts
+        return int(accepted_counts[position]) if position < len(accepted_counts) else 0
 
     def forget(self, rid: str) -> None:
         """Drops what was drawn for a request that has ended."""
-        for key in [key for key in self._drawn if key[0] == rid]:
-            del self._drawn[key]
+        for key in [key for key in self._draws if key[0] == rid]:
+            del self._draws[key]
 
 
 def accept(
-    accept_index: Any, predict: Any, num_correct_drafts: Any, drawn: list[int], gamma: int
+    accept_index: Any, predict: Any, num_correct_drafts: Any, accepted_counts: list[int], gamma: int
 ) -> Any:
     """Writes a step's acceptance where SGLang's `generate_simulated_accept_index` would.
 
-    drawn: [B] drafts that each sequence accepts.  The host does not wait for a GPU.  Further
-    arguments, and what is returned: see `write_accepted`.
+    accepted_counts: [B] drafts that each sequence accepts.  The host does not wait for a GPU.
+    Further arguments, and what is returned: see `write_accepted`.
     """
     import torch
 
     device = accept_index.device
     # From pageable memory the copy would wait for everything that was launched before it.
-    lengths = torch.tensor(drawn, pin_memory=device.type == "cuda")
+    lengths = torch.tensor(accepted_counts, pin_memory=device.type == "cuda")
     correct = lengths.to(device, non_blocking=True).clamp(max=gamma)
     return write_accepted(accept_index, predict, num_correct_drafts, correct, gamma)
 
@@ -147,17 +149,19 @@ def write_accepted(
 def leave_out_layers() -> None:
     """Replaces the forward passes of attention and MLP in this process."""
     for module, name in _ATTENTION:
-        getattr(importlib.import_module(module), name).forward = _attend
+        getattr(importlib.import_module(module), name).forward = _skip_attention
     for module, name in _MLP:
-        getattr(importlib.import_module(module), name).forward = _through
+        getattr(importlib.import_module(module), name).forward = _skip_mlp
 
 
-def _attend(layer: Any, positions: Any, hidden_states: Any, forward_batch: Any, **_: Any) -> Any:
+def _skip_attention(
+    layer: Any, positions: Any, hidden_states: Any, forward_batch: Any, **_: Any
+) -> Any:
     del positions, forward_batch
     # An EAGLE3 drafter's is twice as wide as what it returns.
     return hidden_states[..., : layer.hidden_size]
 
 
-def _through(layer: Any, states: Any, *_: Any, **__: Any) -> Any:
+def _skip_mlp(layer: Any, states: Any, *_: Any, **__: Any) -> Any:
     del layer
     return states

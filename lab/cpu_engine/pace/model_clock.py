@@ -18,32 +18,32 @@ class ModelClock:
     and stands still but for `wait_until`, which moves it without waiting.
     """
 
-    def __init__(self, *, held: bool = True) -> None:
-        self._held = held
-        self._stood = 0.0
+    def __init__(self, *, real_time: bool = True) -> None:
+        self._is_real_time = real_time
+        self._paused_seconds = 0.0
         self._now = 0.0
 
     def now(self) -> float:
         """Returns the time."""
-        return time.perf_counter() - self._stood if self._held else self._now
+        return time.perf_counter() - self._paused_seconds if self._is_real_time else self._now
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Stands still for as long as the context lasts."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._stood += time.perf_counter() - began
+            self._paused_seconds += time.perf_counter() - start
 
     def wait_until(self, due: float) -> float:
         """Waits until `due`; returns the time, which is later if `due` has passed already."""
-        if not self._held:
+        if not self._is_real_time:
             self._now = max(self._now, due)
             return self._now
-        left = due - self.now()
-        if left > _AWAKE_SECONDS:
-            time.sleep(left - _AWAKE_SECONDS)
+        remaining_seconds = due - self.now()
+        if remaining_seconds > _AWAKE_SECONDS:
+            time.sleep(remaining_seconds - _AWAKE_SECONDS)
         while (now := self.now()) < due:
             pass
         return now

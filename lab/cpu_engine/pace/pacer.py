@@ -40,7 +40,7 @@ _LATE_SHARE = 0.25
 _SECOND_MODEL = "SPECULATION_DFLASH_MODEL_PATH"
 _LOOKUP = "SPECULATION_LOOKUP"
 # What this module notes on a request of SGLang's.
-_FIRST_SEEN = "paced_first_token"
+_FIRST_OUTPUT_ATTRIBUTE = "paced_first_token"
 
 _log = logging.getLogger(__name__)
 # Chains of drafts by serial passes, by the names that SGLang has for them.
@@ -109,8 +109,8 @@ def register() -> None:
     try:
         pace = Pace.from_json(text)
         pacer = Pacer(pace)
-        if pacer.drawn is not None:
-            pacer.drawn.require([OWN, SECOND] if second else [OWN])
+        if pacer.drawn_acceptance is not None:
+            pacer.drawn_acceptance.require([OWN, SECOND] if second else [OWN])
             # Any length above 0 has SGLang ask; the answer is drawn.
             spec_utils.SIMULATE_ACC_LEN = 1.0
             spec_utils.generate_simulated_accept_index = pacer.accept
@@ -137,9 +137,9 @@ def register() -> None:
 class Pacer:
     """Holds the passes of one engine, in its scheduler's process.
 
-    drawn: where acceptance comes from; None if the models' own stands.  Raises InvalidInputError
-    for a table that cannot be used, OSError or ValueError for a log that cannot be written and a
-    dilation that cannot be read.
+    drawn_acceptance: where acceptance comes from; None if the models' own stands.  Raises
+    InvalidInputError for a table that cannot be used, OSError or ValueError for a log that cannot
+    be written and a dilation that cannot be read.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -149,9 +149,9 @@ class Pacer:
             self._dilation = _read_dilation(self._dilation_file)
         self._costs = pace.costs()
         self._log = StepLog(Path(pace.log)) if pace.log else None
-        self.drawn = None if pace.curves is None else DrawnAcceptance(pace.curves)
+        self.drawn_acceptance = None if pace.curves is None else DrawnAcceptance(pace.curves)
         self.watch = ShimWatch()
-        self._clock = ModelClock(held=pace.held)
+        self._clock = ModelClock(real_time=pace.held)
         self.updates = UpdateWatch(pace.updates, self._clock)
         self._requests: Sequence[Any] = ()
         self._last_arm: tuple[Arm, bool] | None = None
@@ -175,31 +175,35 @@ class Pacer:
         self._finish()
         if self._begin is None:
             self._adopt_dilation()
-        began = launched if self._begin is None else self._begin
+        pass_start = launched if self._begin is None else self._begin
         # A copy: SGLang takes what has ended out of its own list.
         self._requests = list(batch.reqs)
         self.watch.begin()
-        self.updates.begin((began - self._ended) / self._dilation)
+        self.updates.begin((pass_start - self._ended) / self._dilation)
         kv_tokens = sum([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
-        left = [r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs]
+        remaining_tokens = [
+            r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs
+        ]
         result = original(scheduler, batch, *args, **kwargs)
-        step = self._price(scheduler, batch, result, kv_tokens, left)
-        beside = self.updates.end(step["seconds"], self._dilation)
-        step["seconds"] += beside
-        due = began + step["seconds"] * self._dilation
-        worked = self._clock.now()
+        step = self._price(scheduler, batch, result, kv_tokens, remaining_tokens)
+        update_seconds = self.updates.end(step["seconds"], self._dilation)
+        step["seconds"] += update_seconds
+        due = pass_start + step["seconds"] * self._dilation
+        work_end = self._clock.now()
         ended = self._clock.wait_until(due)
-        late = ended - due > _LATE_SHARE * (due - began) or worked > due
+        late = ended - due > _LATE_SHARE * (due - pass_start) or work_end > due
         self._begin = self._ended = ended if late else due
         if batch.forward_mode.is_extend():
             for request in batch.reqs:
                 # A chunk of a prompt gives no token; a request that was retracted has had its own.
-                if request.inflight_middle_chunks <= 0 and not hasattr(request, _FIRST_SEEN):
-                    setattr(request, _FIRST_SEEN, self._begin)
+                if request.inflight_middle_chunks <= 0 and not hasattr(
+                    request, _FIRST_OUTPUT_ATTRIBUTE
+                ):
+                    setattr(request, _FIRST_OUTPUT_ATTRIBUTE, self._begin)
         if self._log is not None:
             self._log.add(
                 LoggedStep(
-                    began=began,
+                    began=pass_start,
                     launched=launched,
                     ended=self._begin,
                     due=due,
@@ -207,9 +211,9 @@ class Pacer:
                     batch_size=len(batch.reqs),
                     kv_tokens=kv_tokens,
                     kinds=_kinds(batch.reqs),
-                    used_seconds=worked - launched,
+                    used_seconds=work_end - launched,
                     shim_seconds=self.watch.take_seconds(),
-                    update_seconds=beside,
+                    update_seconds=update_seconds,
                     updates=self.updates.landed,
                     **step,
                 )
@@ -220,10 +224,12 @@ class Pacer:
         self, accept_index: Any, predict: Any, num_correct_drafts: Any, spec_steps: int, **_: Any
     ) -> Any:
         """Replaces SGLang's `spec_utils.generate_simulated_accept_index`."""
-        drawn = self.drawn
-        assert drawn is not None
+        acceptance = self.drawn_acceptance
+        assert acceptance is not None
         drafter = SECOND if self.watch.block_drafted else OWN
-        lengths = [drawn.at(r.rid, drafter, len(r.output_ids) - 1) for r in self._requests]
+        lengths = [
+            acceptance.accepted_at(r.rid, drafter, len(r.output_ids) - 1) for r in self._requests
+        ]
         return accept(accept_index, predict, num_correct_drafts, lengths, spec_steps)
 
     def _adopt_dilation(self) -> None:
@@ -236,11 +242,16 @@ class Pacer:
             _log.error("the dilation stays at %g: %s", self._dilation, error)
 
     def _price(
-        self, scheduler: Any, batch: Any, result: Any, kv_tokens: int, left: Sequence[int]
+        self,
+        scheduler: Any,
+        batch: Any,
+        result: Any,
+        kv_tokens: int,
+        remaining_tokens: Sequence[int],
     ) -> dict[str, Any]:
         """Returns the imposed seconds of a pass, and what they were made from.
 
-        left: [sequences] tokens that each may still gain.
+        remaining_tokens: [sequences] tokens that each may still gain.
         """
         costs, watch, size = self._costs, self.watch, len(batch.reqs)
         if batch.forward_mode.is_extend():
@@ -254,9 +265,9 @@ class Pacer:
         accepted = sum(gains) - size
         warm = speculates and not watch.asleep
         seconds = costs.decode_seconds(arm, size, kv_tokens, warm=warm)
-        ran = (arm, watch.asleep)
-        switched = self._last_arm is not None and ran != self._last_arm
-        self._last_arm = ran
+        executed_arm = (arm, watch.asleep)
+        switched = self._last_arm is not None and executed_arm != self._last_arm
+        self._last_arm = executed_arm
         switch = costs.switch_seconds if switched else 0.0
         catch_up = costs.catch_up_seconds(watch.caught_up)
         if watch.has_second and not watch.asleep:
@@ -275,7 +286,7 @@ class Pacer:
             "asleep": watch.asleep,
             "mixed": watch.mixed,
             "accepted": accepted,
-            "tokens": sum(map(min, gains, left)),
+            "tokens": sum(map(min, gains, remaining_tokens)),
             "switch_seconds": switch,
             "catch_up_seconds": catch_up,
             "lookup_seconds": lookup,
@@ -287,9 +298,9 @@ class Pacer:
         for request in self._requests:
             if not request.finished():
                 continue
-            if self.drawn is not None:
-                self.drawn.forget(request.rid)
-            first = getattr(request, _FIRST_SEEN, None)
+            if self.drawn_acceptance is not None:
+                self.drawn_acceptance.forget(request.rid)
+            first = getattr(request, _FIRST_OUTPUT_ATTRIBUTE, None)
             if self._log is not None and first is not None and self._begin is not None:
                 tokens = len(request.output_ids_through_stop)
                 self._log.add(LoggedRequest(request.rid, first, self._begin, tokens))
@@ -310,7 +321,7 @@ def _read_dilation(path: Path) -> float:
 
 def _kinds(requests: Sequence[Any]) -> dict[str, int]:
     parsed = [RequestId.parse(request.rid) for request in requests]
-    return dict(Counter("" if found is None else found.kind for found in parsed))
+    return dict(Counter("" if request_id is None else request_id.kind for request_id in parsed))
 
 
 def unsupported_reason(
@@ -340,11 +351,11 @@ def unsupported_reason(
         ),
         f"--speculative-eagle-topk {view.speculative_eagle_topk} drafts trees, and only chains "
         "have a price": algorithm is not None and view.speculative_eagle_topk != 1,
-        f"--max-running-requests {view.max_running_requests} exceeds the {_largest(costs)} "
-        "sequences that are priced": (view.max_running_requests or 0) > _largest(costs),
+        f"--max-running-requests {view.max_running_requests} exceeds the {_max_batch_size(costs)} "
+        "sequences that are priced": (view.max_running_requests or 0) > _max_batch_size(costs),
     }
-    found = next((reason for reason, is_so in obstacles.items() if is_so), None)
-    return found or _missing_price(view, costs, second, lookup)
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    return obstacle or _missing_price(view, costs, second, lookup)
 
 
 def _missing_price(view: Any, costs: StepCosts, second: bool, lookup: bool) -> str | None:
@@ -371,5 +382,5 @@ def _draft_lengths(view: Any) -> list[int]:
     return [int(view.speculative_num_draft_tokens) - 1]
 
 
-def _largest(costs: StepCosts) -> int:
+def _max_batch_size(costs: StepCosts) -> int:
     return costs.surface.max_batch_size

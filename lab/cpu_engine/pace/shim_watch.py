@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-_IDLE = "engine_shim.sglang.drafters.idle_kv"
+_IDLE = "engine_shim.sglang.drafters.sleeping_drafter"
 _DUAL = "engine_shim.sglang.drafters.dual"
 _ROWS = "engine_shim.sglang.drafters.row_drafting"
 _HOOKS = "engine_shim.sglang.hooks"
@@ -36,7 +36,7 @@ def steering_of(result: Any) -> dict[str, Any]:
 class ShimWatch:
     """Counts of the step that runs; `begin` clears them.
 
-    block_drafted: the second drafter drafted.  lookup_drafted: the lookup did, alone.  looked_up:
+    block_drafted: the second drafter drafted.  lookup_drafted: the lookup did, alone.  look_up:
     it searched.  mixed: rows chose between it and another drafter.  asleep: the draft-extend was
     left out.  caught_up: positions that a drafter read late.
     """
@@ -46,7 +46,7 @@ class ShimWatch:
         self.asleep = self.has_second = False
         self.caught_up = 0
         self._seconds = 0.0
-        self._watched: set[str] = set()
+        self._wrapped_modules: set[str] = set()
 
     def begin(self) -> None:
         """Clears what the step before has left, and wraps what has been imported since."""
@@ -56,8 +56,8 @@ class ShimWatch:
         wraps = (_IDLE, self._wrap_idle), (_DUAL, self._wrap_dual), (_ROWS, self._wrap_rows)
         for name, wrap in wraps:
             module = sys.modules.get(name)
-            if module is not None and name not in self._watched:
-                self._watched.add(name)
+            if module is not None and name not in self._wrapped_modules:
+                self._wrapped_modules.add(name)
                 wrap(module)
 
     def take_seconds(self) -> float:
@@ -65,14 +65,14 @@ class ShimWatch:
 
         On the machine's clock: a dilation does not lengthen it.
         """
-        taken, self._seconds = self._seconds, 0.0
-        return taken
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def wrap_hooks(self) -> None:
         """Times the hooks; to be called before the engine's workers are built."""
-        if _HOOKS in self._watched:
+        if _HOOKS in self._wrapped_modules:
             return
-        self._watched.add(_HOOKS)
+        self._wrapped_modules.add(_HOOKS)
         from engine_shim.sglang.hooks import EngineHooks
 
         for name in _AROUND:
@@ -86,91 +86,94 @@ class ShimWatch:
 
             def wrapped(*inner_args: Any, **inner_kwargs: Any) -> Any:
                 nonlocal inner
-                began = perf_counter()
+                inner_start = perf_counter()
                 try:
                     return original(*inner_args, **inner_kwargs)
                 finally:
-                    inner += perf_counter() - began
+                    inner += perf_counter() - inner_start
 
-            began = perf_counter()
+            start = perf_counter()
             result = hook(hooks, wrapped, *args, **kwargs)
-            self._seconds += perf_counter() - began - inner
+            self._seconds += perf_counter() - start - inner
             return result
 
         return timed
 
     def _timed_after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            began = perf_counter()
+            start = perf_counter()
             result = hook(*args)
-            self._seconds += perf_counter() - began
+            self._seconds += perf_counter() - start
             return result
 
         return timed
 
-    def _left_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _exclude_time(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what is priced, and not the hooks' own work, though it runs inside of them."""
 
-        def left_out(*args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
+        def excluded(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
             result = function(*args, **kwargs)
-            self._seconds -= perf_counter() - began
+            self._seconds -= perf_counter() - start
             return result
 
-        return left_out
+        return excluded
 
     def _wrap_idle(self, module: Any) -> None:
         kind = module.IdleDrafter
         before_step, sleep_through = kind.before_step, kind.sleep_through
 
-        def counted(drafter: Any, *args: Any, **kwargs: Any) -> None:
-            began, seen = perf_counter(), drafter.counters.caught_up
+        def count_caught_up(drafter: Any, *args: Any, **kwargs: Any) -> None:
+            start, caught_up_before = perf_counter(), drafter.counters.caught_up
             before_step(drafter, *args, **kwargs)
-            read = drafter.counters.caught_up - seen
+            read = drafter.counters.caught_up - caught_up_before
             self.caught_up += read
             if read:
                 # A pass of the drafter: it is priced, and not the hooks' own work.
-                self._seconds -= perf_counter() - began
+                self._seconds -= perf_counter() - start
 
-        def slept(drafter: Any, *args: Any, **kwargs: Any) -> None:
+        def note_sleep(drafter: Any, *args: Any, **kwargs: Any) -> None:
             sleep_through(drafter, *args, **kwargs)
             self.asleep = True
 
-        kind.before_step, kind.sleep_through = counted, slept
+        kind.before_step, kind.sleep_through = count_caught_up, note_sleep
 
     def _wrap_dual(self, module: Any) -> None:
         kind = module.DualDrafter
-        draft, follow = self._left_out(kind.draft), self._left_out(kind.follow)
+        draft, follow = self._exclude_time(kind.draft), self._exclude_time(kind.follow)
 
-        def drafted(dual: Any, *args: Any, **kwargs: Any) -> Any:
+        def note_block_draft(dual: Any, *args: Any, **kwargs: Any) -> Any:
             chain = draft(dual, *args, **kwargs)
             self.block_drafted = chain is not None
             return chain
 
-        def followed(dual: Any, *args: Any, **kwargs: Any) -> Any:
+        def note_second_drafter(dual: Any, *args: Any, **kwargs: Any) -> Any:
             self.has_second = True
             return follow(dual, *args, **kwargs)
 
-        kind.draft, kind.follow = drafted, followed
+        kind.draft, kind.follow = note_block_draft, note_second_drafter
 
     def _wrap_rows(self, module: Any) -> None:
         rows, history, choice = module.RowDrafting, module.TokenHistory, module.RowChoice
-        alone, choose = rows.draft_alone, choice.choose
-        propose = self._left_out(history.propose)
+        draft_alone, choose = rows.draft_alone, choice.choose
+        propose = self._exclude_time(history.propose)
 
-        def drafted(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            verify = alone(kind, *args, **kwargs)
+        def note_lookup_draft(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            verify = draft_alone(kind, *args, **kwargs)
             self.lookup_drafted = verify is not None
             return verify
 
-        def chose(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        def note_mixed_choice(kind: Any, *args: Any, **kwargs: Any) -> Any:
             tokens, proposed = choose(kind, *args, **kwargs)
             self.mixed = proposed.is_mixed
             return tokens, proposed
 
-        def looked_up(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        def note_lookup(kind: Any, *args: Any, **kwargs: Any) -> Any:
             self.looked_up = True
             return propose(kind, *args, **kwargs)
 
-        rows.draft_alone, rows.after_verify = drafted, self._left_out(rows.after_verify)
-        history.propose, choice.choose = looked_up, chose
+        rows.draft_alone, rows.after_verify = (
+            note_lookup_draft,
+            self._exclude_time(rows.after_verify),
+        )
+        history.propose, choice.choose = note_lookup, note_mixed_choice

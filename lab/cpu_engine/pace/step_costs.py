@@ -45,7 +45,7 @@ LOOKUP_BANDWIDTH = 3.35e12
 GRAPH_BATCH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
 _MAX_BATCH = 256
 # A published table is asked for draft lengths up to this one, or up to its own longest.
-_ASKED = 8
+_DEFAULT_GAMMA_MAX = 8
 
 _ROLES: Mapping[DrafterKind, str] = {
     DrafterKind.MTP: OWN,
@@ -59,7 +59,7 @@ _SOURCES: Mapping[str, str] = {
     '"Adaptive speculative decoding")',
     **{
         name: f"TIDE (arXiv 2602.05145), Table 5 with its D_0: {name.removeprefix('tide-')}"
-        for name in published.names()
+        for name in published.surface_names()
         if name.startswith("tide-")
     },
 }
@@ -137,8 +137,8 @@ def load_step_costs(
     Raises InvalidInputError: neither a name nor a readable file, a file without a draft length of
     the engine, no drafter that can play the engine's own or the lookup, a number out of range.
     """
-    wanted = tuple(sorted({0, *gammas}))
-    if wanted[0] < 0 or wanted[-1] > MAX_GAMMA:
+    requested_gammas = tuple(sorted({0, *gammas}))
+    if requested_gammas[0] < 0 or requested_gammas[-1] > MAX_GAMMA:
         raise InvalidInputError(
             table, 0, f"draft lengths {list(gammas)} must be in [0, {MAX_GAMMA}]"
         )
@@ -146,29 +146,31 @@ def load_step_costs(
         raise InvalidInputError(
             table, 0, f"max_batch_size {max_batch_size} must be in [1, {MAX_BATCH_SIZE}]"
         )
-    if table in published.names():
+    if table in published.surface_names():
         source = _SOURCES[table]
-        surface = _as_engine(_published(table, wanted[-1], max_batch_size), lookup)
+        surface = _map_to_engine_drafters(
+            _published_surface(table, requested_gammas[-1], max_batch_size), lookup
+        )
     elif not Path(table).is_file():
         raise InvalidInputError(
-            table, 0, f"is neither a file nor one of: {', '.join(published.names())}"
+            table, 0, f"is neither a file nor one of: {', '.join(published.surface_names())}"
         )
     else:
-        found, source = _of_file(Path(table), max_batch_size)
-        surface = _with_prefill(_as_engine(found, lookup))
+        file_surface, source = _read_surface(Path(table), max_batch_size)
+        surface = _with_prefill(_map_to_engine_drafters(file_surface, lookup))
     if gammas:
-        surface = _taking(surface, wanted)
+        surface = _select_gammas(surface, requested_gammas)
     rows = {arm: i for i, arm in enumerate(surface.arms)}
-    own = next(spec for spec in surface.drafters if spec.name == OWN)
+    own_drafter = next(spec for spec in surface.drafters if spec.name == OWN)
     plain = float(surface.seconds[rows[Arm(OWN, 0)], 1])
-    shortest = next((gamma for gamma in own.gammas if gamma > 0), 0)
-    drafted = float(surface.seconds[rows[Arm(OWN, shortest)], 1])
+    shortest = next((gamma for gamma in own_drafter.gammas if gamma > 0), 0)
+    draft_step_seconds = float(surface.seconds[rows[Arm(OWN, shortest)], 1])
     # The context in the table belongs to decoding: a prefill pays for its own.
     context = float(surface.kv_seconds[rows[Arm(OWN, 0)]]) * surface.kv_reference
     priced = replace(
-        _padded(surface, graph_batch_sizes),
+        _pad_batches(surface, graph_batch_sizes),
         prefill_pass_seconds=max(plain - context, 0.1 * plain),
-        catch_up_pass_seconds=max(drafted - plain, 0.0) / max(shortest, 1),
+        catch_up_pass_seconds=max(draft_step_seconds - plain, 0.0) / max(shortest, 1),
     )
     return StepCosts(surface.name, source, priced)
 
@@ -178,33 +180,42 @@ def padded_size(batch_size: int, graph_batch_sizes: Sequence[int] = GRAPH_BATCH_
     return next((size for size in graph_batch_sizes if size >= batch_size), batch_size)
 
 
-def _published(name: str, deepest: int, max_batch_size: int) -> CostSurface:
+def _published_surface(name: str, deepest: int, max_batch_size: int) -> CostSurface:
     """Returns the published surface with draft lengths up to `deepest` for all drafters.
 
     SGLang prepares every draft length for both drafters, also where one has no use for it: a
     drafter's lengths beyond those known continue as its last two do.
     """
-    known = max(d.gammas[-1] for d in published.surface(name).drafters)
-    lengths = range(max(known, _ASKED) + 1)
-    found = published.surface(name, lengths, max_batch_size, extrapolate=True)
+    known_gamma_max = max(d.gammas[-1] for d in published.published_surface(name).drafters)
+    lengths = range(max(known_gamma_max, _DEFAULT_GAMMA_MAX) + 1)
+    known_surface = published.published_surface(name, lengths, max_batch_size, extrapolate=True)
     rows, kv_rows, drafters = [], [], []
-    for spec in found.drafters:
-        own = [i for i, arm in enumerate(found.arms) if arm.drafter == spec.name]
+    for spec in known_surface.drafters:
+        drafter_rows = [i for i, arm in enumerate(known_surface.arms) if arm.drafter == spec.name]
         deeper = range(spec.gammas[-1] + 1, deepest + 1)
-        before, last = found.seconds[own[-2]], found.seconds[own[-1]]
-        beyond = [last + (last - before) * (gamma - spec.gammas[-1]) for gamma in deeper]
-        rows += [*found.seconds[own], *beyond]
-        kv_rows += [*found.kv_seconds[own], *(found.kv_seconds[own[-1]] for _ in deeper)]
+        previous_seconds, last_seconds = (
+            known_surface.seconds[drafter_rows[-2]],
+            known_surface.seconds[drafter_rows[-1]],
+        )
+        extrapolated = [
+            last_seconds + (last_seconds - previous_seconds) * (gamma - spec.gammas[-1])
+            for gamma in deeper
+        ]
+        rows += [*known_surface.seconds[drafter_rows], *extrapolated]
+        kv_rows += [
+            *known_surface.kv_seconds[drafter_rows],
+            *(known_surface.kv_seconds[drafter_rows[-1]] for _ in deeper),
+        ]
         drafters.append(replace(spec, gammas=(*spec.gammas, *deeper)))
     return replace(
-        found,
+        known_surface,
         drafters=tuple(drafters),
         seconds=np.vstack(rows),
         kv_seconds=np.array(kv_rows),
     )
 
 
-def _of_file(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
+def _read_surface(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
     """Reads costs of a profile or a step-cost CSV; returns them and a sentence on the source."""
     if path.suffix != ".json":
         tables = {OWN: read_step_costs(path)}
@@ -223,7 +234,7 @@ def _of_file(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
     )
 
 
-def _taking(surface: CostSurface, wanted: Sequence[int]) -> CostSurface:
+def _select_gammas(surface: CostSurface, gammas: Sequence[int]) -> CostSurface:
     """Returns the rows of these draft lengths.
 
     Raises InvalidInputError for one that is missing; a block drafter needs only those that its
@@ -232,7 +243,7 @@ def _taking(surface: CostSurface, wanted: Sequence[int]) -> CostSurface:
     for drafter in surface.drafters:
         needed = [
             gamma
-            for gamma in wanted
+            for gamma in gammas
             if drafter.kind is not DrafterKind.DFLASH or gamma <= drafter.gammas[-1]
         ]
         missing = sorted(set(needed) - set(drafter.gammas))
@@ -242,11 +253,11 @@ def _taking(surface: CostSurface, wanted: Sequence[int]) -> CostSurface:
                 f"the table of {drafter.name} has the draft lengths {list(drafter.gammas)}, and "
                 f"the engine {missing} as well",
             )  # fmt: skip
-    keep = [i for i, arm in enumerate(surface.arms) if arm.gamma in wanted]
+    keep = [i for i, arm in enumerate(surface.arms) if arm.gamma in gammas]
     return replace(
         surface,
         drafters=tuple(
-            replace(d, gammas=tuple(g for g in d.gammas if g in wanted)) for d in surface.drafters
+            replace(d, gammas=tuple(g for g in d.gammas if g in gammas)) for d in surface.drafters
         ),
         seconds=surface.seconds[keep],
         kv_seconds=surface.kv_seconds[keep],
@@ -263,7 +274,7 @@ def _with_prefill(surface: CostSurface) -> CostSurface:
     return replace(surface, prefill_seconds_per_token=per_token)
 
 
-def _as_engine(surface: CostSurface, lookup: bool) -> CostSurface:
+def _map_to_engine_drafters(surface: CostSurface, lookup: bool) -> CostSurface:
     """Gives the drafters their names in the engine, and leaves out those that it does not run.
 
     Raises InvalidInputError where no drafter can play the engine's own, or the lookup.
@@ -288,7 +299,7 @@ def _as_engine(surface: CostSurface, lookup: bool) -> CostSurface:
     )
 
 
-def _padded(surface: CostSurface, graph_batch_sizes: Sequence[int]) -> CostSurface:
+def _pad_batches(surface: CostSurface, graph_batch_sizes: Sequence[int]) -> CostSurface:
     """Prices every batch as the graph that it is padded to; padding has no context."""
     largest = surface.max_batch_size
     sizes = np.arange(largest + 1)

@@ -13,7 +13,7 @@ from lab.harness.errors import HarnessError
 # Lines are written together: when there are this many, or when the engine is idle.
 _BLOCK = 256
 # The last lines are written as soon as the engine is idle.
-_IDLE_SECONDS, _LOOK_SECONDS = 10.0, 0.05
+_IDLE_SECONDS, _POLL_SECONDS = 10.0, 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class StepLog:
 
     path: Path
     _lines: list[str] = field(default_factory=list)
-    _over: bool = False
+    _has_failed: bool = False
 
     def __post_init__(self) -> None:
         """Makes the file.  Raises OSError where it cannot be appended to."""
@@ -100,7 +100,7 @@ class StepLog:
 
     def add(self, entry: LoggedStep | LoggedRequest) -> None:
         """Adds one entry."""
-        if self._over:
+        if self._has_failed:
             return
         self._lines.append(json.dumps(asdict(entry), separators=(",", ":")))
         if len(self._lines) >= _BLOCK:
@@ -114,7 +114,7 @@ class StepLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._lines) + "\n")
         except OSError as error:
-            self._over = True
+            self._has_failed = True
             _log.error("passes are no longer written to %s: %s", self.path, error)
         self._lines.clear()
 
@@ -135,16 +135,16 @@ def read_log(path: Path, begin: int = 0) -> LogPart:
     with path.open("rb") as file:
         file.seek(begin)
         data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
+    complete_lines = data[: data.rfind(b"\n") + 1]
     steps: list[LoggedStep] = []
     requests: list[LoggedRequest] = []
-    for line in whole.splitlines():
+    for line in complete_lines.splitlines():
         entry: dict[str, Any] = json.loads(line)
         if "rid" in entry:
             requests.append(LoggedRequest(**entry))
         else:
             steps.append(LoggedStep(**entry))
-    return LogPart(tuple(steps), tuple(requests), begin + len(whole))
+    return LogPart(tuple(steps), tuple(requests), begin + len(complete_lines))
 
 
 def await_log(path: Path, begin: int, requests: int) -> LogPart:
@@ -156,5 +156,5 @@ def await_log(path: Path, begin: int, requests: int) -> LogPart:
     while len((part := read_log(path, begin)).requests) < requests:
         if time.monotonic() > deadline:
             raise HarnessError(f"{path}: the log has {len(part.requests)} of {requests} requests")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return part

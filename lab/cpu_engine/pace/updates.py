@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controller.core.cost.roofline import device
+from controller.core.cost.roofline import device_from_data_sheet
 from lab.cpu_engine.pace.model_clock import ModelClock
 
 HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, DRAFT_VOCABULARY = 4096, 14336, 32, 8, 128, 32000
@@ -51,9 +51,9 @@ UTILISATION = 0.5
 DEVICE = "H100"
 # The longest that a pass waits for the trainer: it is slow, or it hangs.
 _ANSWER_SECONDS = 120.0
-_LOOK_SECONDS = 5e-4
+_POLL_SECONDS = 5e-4
 # Share of a pass.  A smaller remainder of an update is a rounding error, and counts as 0.
-_NOTHING = 1e-9
+_ROUNDING_SHARE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class UpdateCosts:
 
         requests, positions: of its round.  drafts: positions that it is unrolled to.
         """
-        gpu = device(DEVICE)
+        gpu = device_from_data_sheet(DEVICE)
         operations = 6.0 * PARAMETERS * requests * positions * drafts
         transferred = PARAMETERS * (OPTIMISER_BYTES + 2 * WEIGHT_BYTES * drafts)
         arithmetic = operations / (UTILISATION * gpu.peak_flops)
@@ -112,17 +112,17 @@ class UpdateWatch:
         self._dilation = 1.0
         self.landed = 0
         # Seconds of the update under way, and how many of them remain; 0 without one.
-        self._seconds = self._left = 0.0
+        self._update_seconds = self._remaining_seconds = 0.0
         # Seconds of an update that this pass has handed over.  It begins when the pass ends.
-        self._handed = 0.0
+        self._next_update_seconds = 0.0
         # Positions of the longest request in the round that was written last.
         self._positions = 0
         # The trainer owes an answer.  Its first message says that it is ready.
-        self._owes = True
+        self._is_answer_pending = True
 
     def begin(self, idle_seconds: float) -> None:
         """Begins a pass.  idle_seconds: of the model, since the one before."""
-        self._left = max(0.0, self._left - idle_seconds)
+        self._remaining_seconds = max(0.0, self._remaining_seconds - idle_seconds)
 
     def end(self, seconds: float, dilation: float) -> float:
         """Ends a pass; returns by how many seconds of the model an update makes it longer.
@@ -131,16 +131,18 @@ class UpdateWatch:
         machine for each of the model.
         """
         self._dilation = dilation
-        lost = 0.0
-        if self._costs is not None and self._left > 0:
+        lost_seconds = 0.0
+        if self._costs is not None and self._remaining_seconds > 0:
             share = self._costs.share
-            lost = min(self._left, seconds * (1 + share)) * share / (1 + share)
-            left = self._left - seconds - lost
-            self._left = left if left > _NOTHING * seconds else 0.0
-        if self._handed:
-            self._seconds = self._left = self._handed
-            self._handed = 0.0
-        return lost
+            lost_seconds = min(self._remaining_seconds, seconds * (1 + share)) * share / (1 + share)
+            remaining_seconds = self._remaining_seconds - seconds - lost_seconds
+            self._remaining_seconds = (
+                remaining_seconds if remaining_seconds > _ROUNDING_SHARE * seconds else 0.0
+            )
+        if self._next_update_seconds:
+            self._update_seconds = self._remaining_seconds = self._next_update_seconds
+            self._next_update_seconds = 0.0
+        return lost_seconds
 
     def wrap_shim(self) -> None:
         """Has the plugin read this clock and, if updates have a price, ask here for answers."""
@@ -149,62 +151,66 @@ class UpdateWatch:
         vars(step_reports)["perf_counter"] = self._clock.now
         if self._costs is None:
             return
-        from engine_shim.sglang.learning.windows import Windows
+        from engine_shim.sglang.learning.windows import RequestWindows
         from engine_shim.sglang.training.exchange import Channel, Message
 
-        send, receive, write = Channel.send, Channel.receive, Windows.write
+        send, receive, write = Channel.send, Channel.receive, RequestWindows.write_round
 
-        def written(windows: Windows, tensors: "Mapping[str, Tensor]", gamma: int) -> int:
+        def write_and_note(
+            windows: RequestWindows, tensors: "Mapping[str, Tensor]", gamma: int
+        ) -> int:
             requests = write(windows, tensors, gamma)
-            self.writing(tensors, requests)
+            self.note_round(tensors, requests)
             return requests
 
-        def sent(channel: Channel, message: Message) -> bool:
-            self.sending(message)
+        def send_and_note(channel: Channel, message: Message) -> bool:
+            self.note_message(message)
             return send(channel, message)
 
-        def received(channel: Channel, *, wait: bool) -> Message | None:
+        def receive_when_due(channel: Channel, *, wait: bool) -> Message | None:
             return self.receive(lambda: receive(channel, wait=wait))
 
-        setattr(Windows, "write", written)  # noqa: B010
-        setattr(Channel, "send", sent)  # noqa: B010
-        setattr(Channel, "receive", received)  # noqa: B010
+        setattr(RequestWindows, "write_round", write_and_note)  # noqa: B010
+        setattr(Channel, "send", send_and_note)  # noqa: B010
+        setattr(Channel, "receive", receive_when_due)  # noqa: B010
 
-    def writing(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
+    def note_round(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
         """Notes how long the windows of the round are that the plugin hands over next."""
         from engine_shim.sglang.training.exchange import SPANS
 
         _, starts, ends = tensors[SPANS][:requests].unbind(-1)
         self._positions = int((ends - starts).max()) if requests else 0
 
-    def sending(self, message: "Message") -> None:
+    def note_message(self, message: "Message") -> None:
         """Notes what the plugin asks of the trainer."""
         from engine_shim.sglang.training.exchange import MessageKind
 
-        self._owes = True
+        self._is_answer_pending = True
         if message.kind is MessageKind.LEARN and self._costs is not None:
-            self._handed = self._costs.seconds(message.requests, self._positions, message.gamma)
+            self._next_update_seconds = self._costs.seconds(
+                message.requests, self._positions, message.gamma
+            )
 
-    def receive(self, look: Callable[[], "Message | None"]) -> "Message | None":
+    def receive(self, poll: Callable[[], "Message | None"]) -> "Message | None":
         """Returns the trainer's answer once it is due; None before, or if none is owed.
 
-        look: asks for it without waiting.  An update's seconds are those imposed, on the machine's
+        poll: asks for it without waiting.  An update's seconds are those imposed, on the machine's
         clock as all that is reported.  Raises EOFError for a trainer that has ended, or hangs.
         """
         from engine_shim.sglang.training.exchange import MessageKind
 
-        if not self._owes:
-            return look()
-        if self._left > 0 or self._handed:
+        if not self._is_answer_pending:
+            return poll()
+        if self._remaining_seconds > 0 or self._next_update_seconds:
             return None
-        with self._clock.standing():
+        with self._clock.paused():
             deadline = time.monotonic() + _ANSWER_SECONDS
-            while (message := look()) is None:
+            while (message := poll()) is None:
                 if time.monotonic() > deadline:
                     raise EOFError(f"the trainer has not answered for {_ANSWER_SECONDS:g} s")
-                time.sleep(_LOOK_SECONDS)
-        self._owes = False
+                time.sleep(_POLL_SECONDS)
+        self._is_answer_pending = False
         if message.kind is MessageKind.LEARNT:
             self.landed += 1
-            message = message._replace(seconds=self._seconds * self._dilation)
+            message = message._replace(seconds=self._update_seconds * self._dilation)
         return message

@@ -62,11 +62,11 @@ def demo(
     if name not in SETTINGS:
         terminal.say(f"--shape {name!r} is unknown: choose one of {', '.join(SETTINGS)}")
         raise typer.Exit(EXIT_USAGE)
-    asked = GpuDemoOptions(
+    run_options = GpuDemoOptions(
         SETTINGS[name], 60.0 * minutes, profile_seconds, output, device, tuple(options or ())
     )
     try:
-        share, planned = plan(asked)
+        share, planned = plan(run_options)
     except HarnessError as error:
         terminal.say(f"--minutes: {error}")
         raise typer.Exit(EXIT_USAGE) from error
@@ -81,10 +81,10 @@ def demo(
         raise typer.Exit(EXIT_USAGE)
     end_on_sigterm()
     signal.signal(signal.SIGALRM, end_of_time)
-    signal.setitimer(signal.ITIMER_REAL, asked.seconds)
+    signal.setitimer(signal.ITIMER_REAL, run_options.seconds)
     try:
-        with terminal.failing("The demo failed"):
-            run(asked, terminal)
+        with terminal.exit_on_error("The demo failed"):
+            run(run_options, terminal)
     except (KeyboardInterrupt, SystemExit):
         terminal.say_stopped(output / "page.md")
         raise
@@ -102,9 +102,9 @@ def end_of_time(_number: int, _frame: FrameType | None) -> None:
     raise BudgetReachedError(EXIT_CUT_OFF)
 
 
-def _show_plan(share: float, planned: tuple[Piece, ...], terminal: Terminal) -> None:
-    rows = [[piece.name, piece.policy, piece.counts, f"{piece.seconds:.0f}"] for piece in planned]
-    rows.append(["sum", "", "", f"{total(planned):.0f}"])
+def _show_plan(share: float, pieces: tuple[Piece, ...], terminal: Terminal) -> None:
+    rows = [[piece.name, piece.policy, piece.counts, f"{piece.seconds:.0f}"] for piece in pieces]
+    rows.append(["sum", "", "", f"{total(pieces):.0f}"])
     terminal.table(
         f"What would run, with estimated seconds; answers have {share:.0%} of their full length",
         ["piece", "engine", "counts", "seconds"],

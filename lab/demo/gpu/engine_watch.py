@@ -27,7 +27,7 @@ from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog
 VARIABLE = "LAB_DEMO_WATCH"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 # What this module notes on requests and results of SGLang's.
-_FIRST_SEEN, _LAUNCHED, _LOGGED = "watched_first_token", "watched_launch", "watched_end"
+_FIRST_TOKEN, _LAUNCH, _END = "watched_first_token", "watched_launch", "watched_end"
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -53,8 +53,10 @@ def register() -> None:
     from sglang.srt.speculative import spec_utils
 
     try:
-        found = json.loads(text)
-        watch = EngineWatch(StepLog(Path(found["log"])), DrawnAcceptance(found["curves"]))
+        configuration = json.loads(text)
+        watch = EngineWatch(
+            StepLog(Path(configuration["log"])), DrawnAcceptance(configuration["curves"])
+        )
     except (OSError, ValueError, KeyError) as error:
         raise SystemExit(f"{VARIABLE}: {error}") from error
     # Any length above 0 has SGLang ask; the answer is drawn.
@@ -73,15 +75,19 @@ def register() -> None:
 class _Row:
     """Follows a request.
 
-    drawn: accepted drafts by position.  position: of the first draft of the next step.
+    accepted_counts: accepted drafts by position.  position: of the first draft of the next step.
     """
 
     kind: str
-    drawn: Sequence[int]
+    accepted_counts: Sequence[int]
     position: int
 
     def draw(self) -> int:
-        return self.drawn[self.position] if 0 <= self.position < len(self.drawn) else 0
+        return (
+            self.accepted_counts[self.position]
+            if 0 <= self.position < len(self.accepted_counts)
+            else 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,9 @@ class _Launch:
 class EngineWatch:
     """Follows the passes of one engine, in its scheduler's process."""
 
-    def __init__(self, log: StepLog, drawn: DrawnAcceptance) -> None:
+    def __init__(self, log: StepLog, acceptance: DrawnAcceptance) -> None:
         self._log = log
-        self._drawn = drawn
+        self._acceptance = acceptance
         self.shim = ShimWatch()
         # Written when the engine is idle, so that no step waits for the file.
         self._entries: list[LoggedStep | LoggedRequest] = []
@@ -160,27 +166,27 @@ class EngineWatch:
                 "accepted": sum(gains) - len(rows),
                 **steering_of(result),
             }
-        setattr(result, _LAUNCHED, _Launch(requests, launched, gains, step))
+        setattr(result, _LAUNCH, _Launch(requests, launched, gains, step))
         return result
 
     def around_process_batch_result(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
         """Wraps the method in which `Scheduler` reads a pass's tokens."""
-        launch: _Launch | None = getattr(result, _LAUNCHED, None)
+        launch: _Launch | None = getattr(result, _LAUNCH, None)
         if launch is None:
             return original(scheduler, batch, result)
-        before = [_length(request) for request in launch.requests]
+        lengths_before = [_length(request) for request in launch.requests]
         answer = original(scheduler, batch, result)
         ended = perf_counter()
         # It began when the device was free, not when it was launched.
-        began, self._ended = max(launch.seconds, self._ended), ended
+        pass_start, self._ended = max(launch.seconds, self._ended), ended
         step = dict(launch.step)
         if launch.gains:
-            after = [_length(request) for request in launch.requests]
-            step["tokens"] = sum(after) - sum(before)
+            lengths_after = [_length(request) for request in launch.requests]
+            step["tokens"] = sum(lengths_after) - sum(lengths_before)
         self._entries.append(
-            LoggedStep(began=began, ended=ended, due=ended, seconds=ended - began, **step)
+            LoggedStep(began=pass_start, ended=ended, due=ended, seconds=ended - pass_start, **step)
         )
         for request in launch.requests:
             self._note(request, ended)
@@ -197,23 +203,23 @@ class EngineWatch:
     def _row(self, request: Any) -> _Row:
         row = self._rows.get(request.rid)
         if row is None:
-            found = RequestId.parse(request.rid)
-            drawn: list[int] = []
-            if found is not None and found.kind in self._drawn.kinds:
-                drawn = self._drawn.accepted(found, OWN).tolist()
-            kind = "" if found is None else found.kind
-            row = self._rows[request.rid] = _Row(kind, drawn, len(request.output_ids) - 1)
+            request_id = RequestId.parse(request.rid)
+            accepted_counts: list[int] = []
+            if request_id is not None and request_id.kind in self._acceptance.kinds:
+                accepted_counts = self._acceptance.accepted(request_id, OWN).tolist()
+            kind = "" if request_id is None else request_id.kind
+            row = self._rows[request.rid] = _Row(kind, accepted_counts, len(request.output_ids) - 1)
         return row
 
     def _note(self, request: Any, ended: float) -> None:
         """Notes a request's first token, and its end."""
-        if not hasattr(request, _FIRST_SEEN):
+        if not hasattr(request, _FIRST_TOKEN):
             if not request.output_ids:
                 return  # a chunk of a prompt gives no token
-            setattr(request, _FIRST_SEEN, ended)
-        if request.finished() and not hasattr(request, _LOGGED):
-            setattr(request, _LOGGED, True)
-            first = getattr(request, _FIRST_SEEN)
+            setattr(request, _FIRST_TOKEN, ended)
+        if request.finished() and not hasattr(request, _END):
+            setattr(request, _END, True)
+            first = getattr(request, _FIRST_TOKEN)
             self._entries.append(LoggedRequest(request.rid, first, ended, _length(request)))
 
 

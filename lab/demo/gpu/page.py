@@ -26,17 +26,17 @@ _MEANING = """\
 def markdown(document: Mapping[str, Any]) -> str:
     """Makes the page; a run that was cut off has the plays that it finished."""
     machine, versions = document["machine"], document["versions"]
-    where = ", ".join(machine["gpus"]) or f"no GPU, {machine['processor']}"
+    gpu_text = ", ".join(machine["gpus"]) or f"no GPU, {machine['processor']}"
     lines = ["# The day of the demo at this machine's own pace", ""]
     if document["complete"]:
         lines.append("The run came to its end.")
     else:
         lines.append(f"**The run is incomplete**: {document['stopped']}.")
-    for policy, why in document["not_played"].items():
-        lines += ["", f"{policy} was not played: {why}."]
+    for policy, reason in document["not_played"].items():
+        lines += ["", f"{policy} was not played: {reason}."]
     lines += [
         "",
-        f"- Machine: {where}; {machine['cores']} cores, {machine['system']}",
+        f"- Machine: {gpu_text}; {machine['cores']} cores, {machine['system']}",
         f"- Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}",
         f"- Command: `{' '.join(document['command'])}`",
         f"- Models: dummy weights of the shape {document['shape']}",
@@ -45,7 +45,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     if "runs" in document:
         lines += _results(document)
     lines += ["", "## What it took", ""]
-    lines.append(text_table(["piece", "engine", "planned, s", "took, s"], _took(document)))
+    lines.append(text_table(["piece", "engine", "planned, s", "took, s"], _duration_rows(document)))
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +68,9 @@ def _results(document: Mapping[str, Any]) -> list[str]:
         "policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token p50", "p99", "latency p50, s",
         "p99", "time ÷ profile",
     ]  # fmt: skip
-    lines.append(text_table(head, [_run(run, document["ratios"]) for run in document["runs"]]))
+    lines.append(
+        text_table(head, [_policy_row(run, document["ratios"]) for run in document["runs"]])
+    )
     lines += ["", "## By phase: tokens/s, and ÷ the best arm of the phase", ""]
     rows = []
     for number, phase in enumerate(stream["phases"]):
@@ -78,11 +80,12 @@ def _results(document: Mapping[str, Any]) -> list[str]:
         ]
         rows.append([f"{phase['phase']} ×{phase['concurrency']}", oracle["arms"][number], *cells])
     lines.append(text_table(["phase", "best arm", *names], rows))
-    lost = document["lost_time"][0]
-    causes = ", ".join(f"{cause} {lost[cause]:.1%}" for cause in _CAUSES)
+    lost_time = document["lost_time"][0]
+    causes = ", ".join(f"{cause} {lost_time[cause]:.1%}" for cause in _CAUSES)
     lines += [
         "",
-        f"Steered lost {lost['total']:.1%} of its decode steps' time against the best arm of every",
+        f"Steered lost {lost_time['total']:.1%} of its decode steps' time against the best arm of "
+        "every",
         f"single step, by the measured costs: {causes}.",
         "",
         "## What the numbers mean",
@@ -92,7 +95,7 @@ def _results(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _run(run: Mapping[str, Any], ratios: Mapping[str, Any]) -> list[str]:
+def _policy_row(run: Mapping[str, Any], ratios: Mapping[str, Any]) -> list[str]:
     play = run["repeats"][0]
     ratio = ratios.get(f"steered/{run['policy']}")
     token, latency = play["token_milliseconds"], play["latency_seconds"]
@@ -109,13 +112,13 @@ def _run(run: Mapping[str, Any], ratios: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _took(document: Mapping[str, Any]) -> list[list[str]]:
+def _duration_rows(document: Mapping[str, Any]) -> list[list[str]]:
     """Rows of what was done so far: estimated and measured seconds."""
     planned = {(piece["name"], piece["policy"]): piece["seconds"] for piece in document["planned"]}
     rows = []
     for piece in document["took"]:
         name, policy = piece["name"], piece["policy"]
-        as_planned = policy if (name, policy) in planned else STATIC_BEST
-        seconds = planned[name, as_planned]
+        planned_policy = policy if (name, policy) in planned else STATIC_BEST
+        seconds = planned[name, planned_policy]
         rows.append([name, policy, f"{seconds:.0f}", f"{piece['seconds']:.0f}"])
     return rows

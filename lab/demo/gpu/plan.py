@@ -47,11 +47,12 @@ class Prices:
     profile: float
 
 
-_LISTED = budget.Prices.read()
+_LISTED_PRICES = budget.Prices.read()
 # The price list of `gpu_check`, which a run on a GPU replaces, and estimates beside it.
 _H100 = Prices(
-    sidecar=4.0, start=_LISTED.launch, graph=_LISTED.capture, stop=3.0, step=_LISTED.decode_pass,
-    sequence=5e-5, request=_LISTED.request, profile=8.0,
+    sidecar=4.0, start=_LISTED_PRICES.launch, graph=_LISTED_PRICES.capture, stop=3.0,
+    step=_LISTED_PRICES.decode_pass,
+    sequence=5e-5, request=_LISTED_PRICES.request, profile=8.0,
 )  # fmt: skip
 # Two busy cores, with the small shape and emulated graphs.
 _PROCESSOR = Prices(
@@ -165,17 +166,17 @@ def play_seconds(stream: Stream, prices: Prices) -> float:
 def pieces(setting: DaySetting, share: float, profile_seconds: float) -> tuple[Piece, ...]:
     """Lists what a run does, in its order."""
     prices, stream, warm_up = setting.prices, setting.stream(share), setting.warm_up()
-    found = [Piece("sidecar", "", "", prices.sidecar)]
+    planned = [Piece("sidecar", "", "", prices.sidecar)]
     for policy in ORDER:
         captured = f"{graphs(policy, setting)} graphs"
-        found.append(Piece("start", policy, captured, start_seconds(policy, setting)))
-        found.append(Piece("warm up", policy, _counts(warm_up), play_seconds(warm_up, prices)))
+        planned.append(Piece("start", policy, captured, start_seconds(policy, setting)))
+        planned.append(Piece("warm up", policy, _counts(warm_up), play_seconds(warm_up, prices)))
         if policy == STEERED:
             arms = f"{len(setting.gammas)} draft lengths"
-            found.append(Piece("profile", policy, arms, profile_seconds + prices.profile))
-        found.append(Piece("play", policy, _counts(stream), play_seconds(stream, prices)))
-        found.append(Piece("stop", policy, "", prices.stop))
-    return tuple(found)
+            planned.append(Piece("profile", policy, arms, profile_seconds + prices.profile))
+        planned.append(Piece("play", policy, _counts(stream), play_seconds(stream, prices)))
+        planned.append(Piece("stop", policy, "", prices.stop))
+    return tuple(planned)
 
 
 def total(planned: Sequence[Piece]) -> float:
@@ -183,14 +184,14 @@ def total(planned: Sequence[Piece]) -> float:
     return sum(piece.seconds for piece in planned)
 
 
-def largest_share(seconds: float, fixed: float, whole_day: float) -> float | None:
+def largest_share(seconds: float, fixed_seconds: float, full_day_seconds: float) -> float | None:
     """Returns the largest share of the answers' lengths that fits; None if none does.
 
-    seconds: that there are.  fixed: of them, for everything but plays.  whole_day: of all plays
-    with the whole answers.
+    seconds: that there are.  fixed_seconds: of them, for everything but plays.  full_day_seconds:
+    of all plays with the whole answers.
     """
-    left = seconds * (1.0 - RESERVE) - fixed
-    return next((share for share in SHARES if share * whole_day <= left), None)
+    available_seconds = seconds * (1.0 - RESERVE) - fixed_seconds
+    return next((share for share in SHARES if share * full_day_seconds <= available_seconds), None)
 
 
 def planned_share(setting: DaySetting, seconds: float, profile_seconds: float) -> float | None:
@@ -210,25 +211,25 @@ class Forecast:
     day: DaySetting
     slowness: float = 1.0
 
-    def started(self, policy: str, seconds: float) -> None:
+    def record_start(self, policy: str, seconds: float) -> None:
         """Learns from the first start."""
         self.slowness = min(seconds / start_seconds(policy, self.day), _SLOWNESS_MAX)
 
-    def share_that_fits(self, left: float, day_seconds: float) -> float:
+    def choose_share(self, remaining_seconds: float, day_seconds: float) -> float:
         """Chooses the share of the answers' lengths before the first play.
 
-        left: seconds.  day_seconds: of one play of the whole day.  If none fits, the shortest day
-        is chosen, and policies for which there is no time are left out.
+        remaining_seconds: seconds.  day_seconds: of one play of the whole day.  If none fits, the
+        shortest day is chosen, and policies for which there is no time are left out.
         """
-        fixed = sum(
+        fixed_seconds = sum(
             self.slowness * start_seconds(policy, self.day) + self._warm_up_seconds()
             for policy in ORDER[1:]
         )
-        fixed += len(ORDER) * self.day.prices.stop
-        share = largest_share(left, fixed, len(ORDER) * day_seconds)
+        fixed_seconds += len(ORDER) * self.day.prices.stop
+        share = largest_share(remaining_seconds, fixed_seconds, len(ORDER) * day_seconds)
         return SHARES[-1] if share is None else share
 
-    def least_seconds(self, policy: str, play_seconds: float) -> float:
+    def min_seconds(self, policy: str, play_seconds: float) -> float:
         """Estimates an engine's start, warm-up and play, with a start as quick as it may be."""
         start = min(self.slowness, 1.0) * start_seconds(policy, self.day)
         return start + self._warm_up_seconds() + play_seconds

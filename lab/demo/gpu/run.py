@@ -29,8 +29,8 @@ from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
-from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered, static
-from lab.paced.lost_time import Oracle, StepValues, compute, lost_time
+from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered, static_policy
+from lab.paced.lost_time import Oracle, StepValues, compute_oracle, lost_time
 from lab.paced.plays import StreamPlay
 from lab.paced.run import StreamHarness, profile_sizes
 from lab.paced.traffic import Stream, own_curves
@@ -66,10 +66,10 @@ def plan(options: GpuDemoOptions) -> tuple[float, tuple[Piece, ...]]:
     """
     share = planned_share(options.day, options.seconds, options.profile_seconds)
     if share is None:
-        least = total(pieces(options.day, SHARES[-1], options.profile_seconds))
+        min_seconds = total(pieces(options.day, SHARES[-1], options.profile_seconds))
         raise HarnessError(
             f"{options.seconds / 60:g} minutes are too few: the shortest day takes about "
-            f"{least / 60 + 0.5:.1f} minutes"
+            f"{min_seconds / 60 + 0.5:.1f} minutes"
         )
     return share, pieces(options.day, share, options.profile_seconds)
 
@@ -80,9 +80,9 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
     result.json and page.md are written before the first engine starts and after every play, so
     that a run that is cut off leaves what it has.  Raises HarnessError.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     _, planned = plan(options)
-    record = _Record(options, planned, began)
+    record = _Record(options, planned, start_time)
     try:
         record.write()
     except OSError as error:
@@ -93,17 +93,19 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
             _Day(options, place, terminal, stack, record).run()
         except BaseException as error:
             # Written before the engines end: the process may be killed before they have.
-            record.cut_off(error)
+            record.mark_cut_off(error)
             raise
-    record.finish()
+    record.mark_complete()
     return record.document
 
 
 class _Record:
     """Holds what is known so far, and writes the files."""
 
-    def __init__(self, options: GpuDemoOptions, planned: tuple[Piece, ...], began: float) -> None:
-        self._output, self._began = options.output, began
+    def __init__(
+        self, options: GpuDemoOptions, planned: tuple[Piece, ...], start_time: float
+    ) -> None:
+        self._output, self._start_time = options.output, start_time
         self.outcome: DemoOutcome | None = None
         self.document: dict[str, Any] = {
             **run_facts(),
@@ -117,7 +119,7 @@ class _Record:
             "not_played": {},
         }
 
-    def took(self, name: str, policy: str, seconds: float) -> None:
+    def add_duration(self, name: str, policy: str, seconds: float) -> None:
         """Notes what a piece took."""
         entry = {"name": name, "policy": policy, "seconds": round(seconds, 1)}
         self.document["took"].append(entry)
@@ -126,11 +128,11 @@ class _Record:
         """Writes result.json and page.md."""
         if self.outcome is not None:
             self.document |= as_json(self.outcome)
-        self.document["seconds"] = round(time.monotonic() - self._began, 1)
+        self.document["seconds"] = round(time.monotonic() - self._start_time, 1)
         write_result(self.document, self._output)
         (self._output / "page.md").write_text(page.markdown(self.document), encoding="utf-8")
 
-    def cut_off(self, error: BaseException) -> None:
+    def mark_cut_off(self, error: BaseException) -> None:
         """Notes why the run ends before its time."""
         if isinstance(error, BudgetReachedError):
             reason = f"the {self.document['seconds_allowed']:.0f} seconds were over"
@@ -141,7 +143,7 @@ class _Record:
         self.document["stopped"] = reason
         self.write()
 
-    def finish(self) -> None:
+    def mark_complete(self) -> None:
         """Notes that the run came to its end."""
         self.document |= {"complete": True, "stopped": ""}
         self.write()
@@ -174,40 +176,40 @@ class _Day(StreamHarness):
     def run(self) -> None:
         """Plays the day with one policy after the other."""
         self._terminal.heading("The day at this machine's own pace: steered first, for its profile")
-        began = time.monotonic()
+        start_time = time.monotonic()
         self._record_sidecar([STEERED], {})
-        self._record.took("sidecar", "", time.monotonic() - began)
+        self._record.add_duration("sidecar", "", time.monotonic() - start_time)
         self._start(STEERED)
         profile = self._measure_costs()
-        costs = self._costs(profile)
-        whole = self._day.stream(SHARES[0])
-        share = self._fitting(whole, compute(whole, self._curves, costs))
+        costs = self._load_costs(profile)
+        full_stream = self._day.stream(SHARES[0])
+        share = self._choose_share(full_stream, compute_oracle(full_stream, self._curves, costs))
         stream = self._day.stream(share)
-        oracle = compute(stream, self._curves, costs)
+        oracle = compute_oracle(stream, self._curves, costs)
         report.show_table(stream, oracle, costs.source, self._terminal, imposed=False)
         self._record.document |= {"share_of_answers": share, "graph_sizes": self._graph_sizes()}
         plays: dict[str, tuple[StreamPlay, ...]] = {STEERED: (self._play_day(STEERED, stream),)}
         values = StepValues(costs, self._curves)
         plans = self.plans(STEERED)
-        lost = tuple(lost_time(play.decode_steps, plans, values) for play in plays[STEERED])
-        best = static(next(arm.gamma for arm in _ranked(oracle) if arm.gamma > 0))
+        lost_times = tuple(lost_time(play.decode_steps, plans, values) for play in plays[STEERED])
+        best = static_policy(next(arm.gamma for arm in _rank_statics(oracle) if arm.gamma > 0))
         order = (OFF, best, ADAPTIVE, STEERED)
 
-        def keep() -> None:
-            found = {policy: plays[policy] for policy in order if policy in plays}
+        def save_outcome() -> None:
+            played = {policy: plays[policy] for policy in order if policy in plays}
             self._record.outcome = DemoOutcome(
-                stream, costs, 1.0, (oracle,), found, lost, (), profile, paced=False
+                stream, costs, 1.0, (oracle,), played, lost_times, (), profile, paced=False
             )
             self._record.write()
 
-        keep()
+        save_outcome()
         self._stop(STEERED)
         for planned in ORDER[1:]:
             policy = best if planned == STATIC_BEST else planned
             if self._has_time(planned, policy, plays[STEERED][0]):
                 self._start(policy)
                 plays[policy] = (self._play_day(policy, stream),)
-                keep()
+                save_outcome()
                 self._stop(policy)
         outcome = self._record.outcome
         assert outcome is not None
@@ -216,46 +218,46 @@ class _Day(StreamHarness):
 
     def _start(self, policy: str) -> None:
         """Starts an engine and warms it up."""
-        began = time.monotonic()
-        with self._terminal.working(f"engine: {policy}") as work:
-            engine = self._keep(engines.launch(policy, self._setting, self._place))
+        start_time = time.monotonic()
+        with self._terminal.show_progress(f"engine: {policy}") as work:
+            engine = self._register_engine(engines.launch(policy, self._setting, self._place))
             sidecar = self._sidecars[policy] if is_steered(policy) else None
             engine.wait_ready(
                 engines.READY_SECONDS,
-                lambda: work.update(f"{time.monotonic() - began:.0f} s"),
+                lambda: work.update(f"{time.monotonic() - start_time:.0f} s"),
                 sidecar,
             )
-        seconds = time.monotonic() - began
-        self._record.took("start", policy, seconds)
+        seconds = time.monotonic() - start_time
+        self._record.add_duration("start", policy, seconds)
         if policy == STEERED:
-            self._forecast.started(policy, seconds)
-        began = time.monotonic()
-        with self._terminal.working(f"{policy}: warm-up"):
+            self._forecast.record_start(policy, seconds)
+        start_time = time.monotonic()
+        with self._terminal.show_progress(f"{policy}: warm-up"):
             self.play_once(policy, self._day.warm_up())
-        self._record.took("warm up", policy, time.monotonic() - began)
+        self._record.add_duration("warm up", policy, time.monotonic() - start_time)
 
     def _stop(self, policy: str) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         self._engines.pop(policy).child.stop()
-        self._record.took("stop", policy, time.monotonic() - began)
+        self._record.add_duration("stop", policy, time.monotonic() - start_time)
 
     def _play_day(self, policy: str, stream: Stream) -> StreamPlay:
-        began = time.monotonic()
-        with self._terminal.working(f"{policy}: the day") as work:
-            found = self.play_once(policy, stream)
-            work.result = f"{found.tokens_per_second:.0f} tokens/s"
-        self._record.took("play", policy, time.monotonic() - began)
-        return found
+        start_time = time.monotonic()
+        with self._terminal.show_progress(f"{policy}: the day") as work:
+            play = self.play_once(policy, stream)
+            work.result = f"{play.tokens_per_second:.0f} tokens/s"
+        self._record.add_duration("play", policy, time.monotonic() - start_time)
+        return play
 
     def _measure_costs(self) -> Mapping[str, Any]:
-        began = time.monotonic()
+        start_time = time.monotonic()
         sizes = profile_sizes(self._day.max_batch_size)
-        with self._terminal.working("controller profile"):
+        with self._terminal.show_progress("controller profile"):
             profile = self.profile(STEERED, self._options.profile_seconds, sizes)
-        self._record.took("profile", STEERED, time.monotonic() - began)
+        self._record.add_duration("profile", STEERED, time.monotonic() - start_time)
         return profile
 
-    def _costs(self, profile: Mapping[str, Any]) -> StepCosts:
+    def _load_costs(self, profile: Mapping[str, Any]) -> StepCosts:
         """Keeps the profile, and makes the costs of it that the oracle is computed from.
 
         Raises HarnessError for a profile that has no price for the engine's arms.
@@ -267,35 +269,38 @@ class _Day(StreamHarness):
             costs = load_step_costs(str(path), day.gammas, day.max_batch_size, self._graph_sizes())
         except InvalidInputError as error:
             raise HarnessError(f"the measured profile cannot be used: {error}") from error
-        return replace(costs, surface=costs.surface.only(OWN))
+        return replace(costs, surface=costs.surface.with_drafters(OWN))
 
     def _graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes that the steered engine has graphs for; none where it has no graphs."""
         return tuple(self._sidecars[STEERED].status().engine.fingerprint.graph_batch_sizes)
 
-    def _fitting(self, whole: Stream, oracle: Oracle) -> float:
+    def _choose_share(self, full_stream: Stream, oracle: Oracle) -> float:
         """Chooses the share of the day's answers by the costs that were measured here."""
-        seconds = _MARGIN * whole.tokens / oracle.statics[Arm(OWN, 0)].rate
-        return self._forecast.share_that_fits(self._left(), seconds)
+        seconds = _MARGIN * full_stream.tokens / oracle.statics[Arm(OWN, 0)].rate
+        return self._forecast.choose_share(self._remaining_seconds(), seconds)
 
     def _has_time(self, planned: str, policy: str, steered: StreamPlay) -> bool:
         """Whether an engine can start and play; otherwise the reason is in the record.
 
         If in doubt, the answer is True: a play that is cut off wastes only the remaining time.
         """
-        needed, left = self._forecast.least_seconds(planned, steered.seconds), self._left()
-        if needed <= left:
+        needed, remaining_seconds = (
+            self._forecast.min_seconds(planned, steered.seconds),
+            self._remaining_seconds(),
+        )
+        if needed <= remaining_seconds:
             return True
-        reason = f"{left:.0f} s were left, and it takes at least {needed:.0f} s"
+        reason = f"{remaining_seconds:.0f} s were left, and it takes at least {needed:.0f} s"
         self._record.document["not_played"][policy] = reason
         self._record.write()
         self._terminal.say(f"{policy} is not played: {reason}")
         return False
 
-    def _left(self) -> float:
+    def _remaining_seconds(self) -> float:
         return self._deadline - time.monotonic()
 
 
-def _ranked(oracle: Oracle) -> list[Arm]:
+def _rank_statics(oracle: Oracle) -> list[Arm]:
     """The static arms, the fastest over the whole stream first."""
     return sorted(oracle.statics, key=lambda arm: -oracle.statics[arm].rate)

@@ -29,18 +29,18 @@ class UnknownPartError(HarnessError):
     """A requested part does not exist."""
 
 
-def parse_parts(given: str) -> tuple[str, ...]:
+def parse_parts(text: str) -> tuple[str, ...]:
     """Reads names separated by commas, in the order in which they are to run; "all" is every part.
 
     Raises UnknownPartError, also when no part is named.
     """
-    wanted = [name.strip() for name in given.split(",") if name.strip()]
-    if ALL in wanted:
-        wanted = [*(name for name in wanted if name != ALL), *PARTS]
-    unknown = [name for name in wanted if name not in PARTS]
-    if unknown or not wanted:
-        shown = ", ".join(unknown) or repr(given)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if ALL in names:
+        names = [*(name for name in names if name != ALL), *PARTS]
+    unknown = [name for name in names if name not in PARTS]
+    if unknown or not names:
+        unknown_text = ", ".join(unknown) or repr(text)
         raise UnknownPartError(
-            f"--parts {shown} is unknown: choose from {', '.join(PARTS)}, or {ALL}"
+            f"--parts {unknown_text} is unknown: choose from {', '.join(PARTS)}, or {ALL}"
         )
-    return tuple(dict.fromkeys(wanted))
+    return tuple(dict.fromkeys(names))

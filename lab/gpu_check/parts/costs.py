@@ -22,11 +22,11 @@ from lab.harness.engines import measure_profile
 _LONG_SHARE = 0.5
 # `controller profile` needs this much besides its budget.
 _SPARE_SECONDS = 5.0
-_LEAST_SECONDS = 10.0
+_MIN_SECONDS = 10.0
 # Share of the pool that `controller profile` fills, and tokens that a sequence grows by meanwhile.
 _POOL_SHARE, _GROWTH_TOKENS = 0.8, 96
 # Steps of a cell, below which its median is not shown.
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 
 
 class CostsPart(Part):
@@ -40,47 +40,55 @@ class CostsPart(Part):
         seconds = planner.scale.profile_seconds + _SPARE_SECONDS
         if planner.shape.long_context_tokens:
             seconds += _LONG_SHARE * planner.scale.profile_seconds + _SPARE_SECONDS
-        return planner.only(STEERED) + Work(wait_seconds=seconds)
+        return planner.count_starts(STEERED) + Work(wait_seconds=seconds)
 
     def run(self, check: Check) -> None:
         """Measures both tables; every few seconds the cells so far are written down."""
         check.terminal.heading("Measuring step costs: controller profile")
-        check.only(STEERED)
-        found = check.document.setdefault(self.KEY, {})
+        check.run_only(STEERED)
+        tables = check.document.setdefault(self.KEY, {})
         shape, pool = check.shape, check.setting.pool_tokens
         tokens = short_context(shape, pool)
-        seconds = min(check.scale.profile_seconds, check.deadline.left - _SPARE_SECONDS)
+        seconds = min(
+            check.scale.profile_seconds, check.deadline.remaining_seconds - _SPARE_SECONDS
+        )
         text = _measure(check, "short", tokens, check.setting.graph_sizes, seconds)
         for folder in filter(None, (check.options.output, check.options.keep_profile)):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / profile_name(check)).write_text(text)
-        found["short"] = {"context_tokens": tokens, "profile": json.loads(text)}
+        tables["short"] = {"context_tokens": tokens, "profile": json.loads(text)}
         check.save()
-        sizes = [s for s in check.setting.graph_sizes if fits(s, shape.long_context_tokens, pool)]
-        seconds = min(seconds * _LONG_SHARE, check.deadline.left - _SPARE_SECONDS)
-        if not shape.long_context_tokens or not sizes or seconds < _LEAST_SECONDS:
+        sizes = [
+            s for s in check.setting.graph_sizes if fits_pool(s, shape.long_context_tokens, pool)
+        ]
+        seconds = min(seconds * _LONG_SHARE, check.deadline.remaining_seconds - _SPARE_SECONDS)
+        if not shape.long_context_tokens or not sizes or seconds < _MIN_SECONDS:
             return
         text = _measure(check, "long", shape.long_context_tokens, sizes, seconds)
-        found["long"] = {"context_tokens": shape.long_context_tokens, "profile": json.loads(text)}
+        tables["long"] = {"context_tokens": shape.long_context_tokens, "profile": json.loads(text)}
         # The sidecar has the newest table; this puts the first one back, which is on disk.
-        _measure(check, "short", tokens, check.setting.graph_sizes, _LEAST_SECONDS)
+        _measure(check, "short", tokens, check.setting.graph_sizes, _MIN_SECONDS)
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Counts the cells."""
         tables = document[self.KEY]
         counts = [
-            f"{len(cells_of(found))} step costs at contexts of {found['context_tokens']} tokens"
-            for found in tables.values()
+            f"{len(table_cells(table_entry))} step costs at contexts of "
+            f"{table_entry['context_tokens']} tokens"
+            for table_entry in tables.values()
         ]
-        whole = bool(tables) and all("profile" in found for found in tables.values())
-        return "measured" if whole else "unfinished", "; ".join(counts)
+        is_complete = bool(tables) and all(
+            "profile" in table_entry for table_entry in tables.values()
+        )
+        return "measured" if is_complete else "unfinished", "; ".join(counts)
 
     def sections(self, document: Document) -> list[str]:
         """Makes the tables of milliseconds a step."""
         return [
-            f"Milliseconds of a decode step, contexts of {found['context_tokens']} tokens"
-            f"{'' if 'profile' in found else ' (unfinished)'}:\n\n{cost_table(cells_of(found))}"
-            for found in document[self.KEY].values()
+            f"Milliseconds of a decode step, contexts of {table_entry['context_tokens']} tokens"
+            f"{'' if 'profile' in table_entry else ' (unfinished)'}:\n\n"
+            f"{cost_table(table_cells(table_entry))}"
+            for table_entry in document[self.KEY].values()
         ]
 
 
@@ -91,7 +99,7 @@ def short_context(shape: Shape, pool_tokens: int) -> int:
     )
 
 
-def fits(batch_size: int, context_tokens: int, pool_tokens: int) -> bool:
+def fits_pool(batch_size: int, context_tokens: int, pool_tokens: int) -> bool:
     """Whether a pool has room for such a batch."""
     return batch_size * (context_tokens + _GROWTH_TOKENS) <= _POOL_SHARE * pool_tokens
 
@@ -107,23 +115,23 @@ def _measure(
     check: Check, name: str, context_tokens: int, sizes: Sequence[int], seconds: float
 ) -> str:
     """Runs `controller profile`; its output stays in scratch under the table's name."""
-    check.deadline.require(_LEAST_SECONDS, "the cost table")
+    check.deadline.require(_MIN_SECONDS, "the cost table")
     output = check.place.scratch / f"profile-{name}.json"
     partial = PartialTable(output.with_name(f"profile-{name}.partial.json"))
-    found = check.document[CostsPart.KEY]
+    tables = check.document[CostsPart.KEY]
 
-    def keep(line: str) -> None:
+    def save_progress(line: str) -> None:
         work.update(line)
         if cells := partial.new_cells():
-            found.setdefault(name, {"context_tokens": context_tokens})["cells_so_far"] = cells
+            tables.setdefault(name, {"context_tokens": context_tokens})["cells_so_far"] = cells
             check.save()
 
-    with check.terminal.working(f"contexts of {context_tokens} tokens") as work:
+    with check.terminal.show_progress(f"contexts of {context_tokens} tokens") as work:
         return measure_profile(
             check.place, check.engine(STEERED), check.sidecar(STEERED), max(seconds, 1.0),
             "--batch-sizes", ",".join(map(str, sizes)),
             "--context-tokens", str(context_tokens),
-            output=output, update=keep,
+            output=output, update=save_progress,
         )  # fmt: skip
 
 
@@ -132,18 +140,18 @@ class PartialTable:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = 0
+        self._last_mtime_ns = 0
 
     def new_cells(self) -> list[dict[str, Any]]:
         """Returns the medians so far, or [] when nothing was added since the last call."""
         try:
             changed = self._path.stat().st_mtime_ns
-            if changed == self._seen:
+            if changed == self._last_mtime_ns:
                 return []
             document = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
-        self._seen = changed
+        self._last_mtime_ns = changed
         return [
             {
                 "drafter": cell["drafter"],
@@ -153,18 +161,18 @@ class PartialTable:
                 "steps": len(cell["seconds"]),
             }
             for cell in document["cells"]
-            if cell["context"] == "grid" and len(cell["seconds"]) >= _LEAST_STEPS
+            if cell["context"] == "grid" and len(cell["seconds"]) >= _MIN_STEPS
         ]
 
 
-def cells_of(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def table_cells(table_entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns a table's cells, or those so far."""
-    if "profile" in found:
-        return list(found["profile"]["cells"])
-    return list(found.get("cells_so_far", []))
+    if "profile" in table_entry:
+        return list(table_entry["profile"]["cells"])
+    return list(table_entry.get("cells_so_far", []))
 
 
-def _place(arm: Arm) -> tuple[bool, bool, str, int]:
+def _sort_key(arm: Arm) -> tuple[bool, bool, str, int]:
     """Returns an arm's place in the table: no draft, the engine's own drafter, then others."""
     drafter, gamma = arm
     return gamma > 0, drafter != "eagle3", drafter, gamma
@@ -172,7 +180,7 @@ def _place(arm: Arm) -> tuple[bool, bool, str, int]:
 
 def cost_table(cells: Sequence[Mapping[str, Any]]) -> str:
     """Makes the table of C(arm, B) in milliseconds."""
-    arms = sorted({(cell["drafter"], cell["gamma"]) for cell in cells}, key=_place)
+    arms = sorted({(cell["drafter"], cell["gamma"]) for cell in cells}, key=_sort_key)
     sizes = sorted({cell["batch_size"] for cell in cells})
     seconds = {(c["drafter"], c["gamma"], c["batch_size"]): c["step_seconds"] for c in cells}
     rows = []

@@ -50,7 +50,7 @@ class ExactPart(Part):
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
         work = planner.play(stream)
         for policy in small_engines.compared_policies(planner.device, planner.scale):
-            work += planner.only(PLAIN, policy) + planner.play(stream).times(sizes.plays)
+            work += planner.count_starts(PLAIN, policy) + planner.play(stream).multiply(sizes.plays)
         return work
 
     def run(self, check: Check) -> None:
@@ -58,16 +58,16 @@ class ExactPart(Part):
         check.terminal.heading("Tokens under random arms, against plain decoding")
         sizes = check.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-        found = None
+        comparer = None
         for policy in small_engines.compared_policies(check.options.device, check.scale):
-            check.only(PLAIN, policy)
-            if found is None:
-                found = Comparison(
+            check.run_only(PLAIN, policy)
+            if comparer is None:
+                comparer = Comparison(
                     check.play, check.url(PLAIN), stream, small_engines.arms(check.options.device)
                 )
             for number in range(sizes.plays):
-                found.compare(policy, check.sidecar(policy), number)
-                check.document[self.KEY] = found.document()
+                comparer.compare(policy, check.sidecar(policy), number)
+                check.document[self.KEY] = comparer.document()
                 check.save()
 
     def summary(self, document: Document) -> tuple[str, str]:
@@ -98,8 +98,8 @@ class Comparison:
         self._url = plain_url
         self._stream = stream
         self._expected = play(PLAIN, stream, "plain decoding").answers
-        self._found: list[Difference] = []
-        self._ran: dict[str, None] = {}
+        self._all_differences: list[Difference] = []
+        self._arms_run: dict[str, None] = {}
         self._tokens = 0
 
     def compare(self, policy: str, sidecar: SidecarHandle, number: int) -> None:
@@ -108,34 +108,42 @@ class Comparison:
         with sidecar.pinned(gamma, drafter) as pin:
             with RandomArms(pin, self._arms, _SEED + number):
                 played = self._play(policy, self._stream, f"{policy}: random arms")
-            ran = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)
-        if not ran:
+            arms_run = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)
+        if not arms_run:
             raise HarnessError(f"{policy} reported no step while its arms were being changed")
-        self._ran |= ran
+        self._arms_run |= arms_run
         self._tokens += sum(len(answer.tokens) for answer in played.answers)
-        found = self._differences(policy, played.answers, f"one of {', '.join(ran)}")
-        if found and not self._found:
-            found[0] = replace(found[0], arm=self._culprits(policy, sidecar, found[0]))
-        self._found += found
+        differences = self._compare_answers(policy, played.answers, f"one of {', '.join(arms_run)}")
+        if differences and not self._all_differences:
+            differences[0] = replace(
+                differences[0], arm=self._find_failing_arms(policy, sidecar, differences[0])
+            )
+        self._all_differences += differences
 
     def document(self) -> dict[str, Any]:
         """Returns the findings as plain values."""
         return {
             "tokens": self._tokens,
-            "arms": sorted(self._ran),
-            "wrong": sum(one.verdict == comparison.WRONG for one in self._found),
-            "rounding": sum(one.verdict == comparison.ROUNDING for one in self._found),
-            "differences": [one.as_json() for one in self._found],
+            "arms": sorted(self._arms_run),
+            "wrong": sum(
+                difference.verdict == comparison.WRONG for difference in self._all_differences
+            ),
+            "rounding": sum(
+                difference.verdict == comparison.ROUNDING for difference in self._all_differences
+            ),
+            "differences": [difference.as_json() for difference in self._all_differences],
         }
 
-    def _differences(self, policy: str, found: Sequence[Answer], arm: str) -> list[Difference]:
-        wanted = {answer.request.index for answer in found}
-        expected = [answer for answer in self._expected if answer.request.index in wanted]
-        return comparison.differences(
-            policy, expected, found, lambda context: comparison.top_two(self._url, context), arm
+    def _compare_answers(
+        self, policy: str, answers: Sequence[Answer], arm: str
+    ) -> list[Difference]:
+        indexes = {answer.request.index for answer in answers}
+        expected = [answer for answer in self._expected if answer.request.index in indexes]
+        return comparison.find_differences(
+            policy, expected, answers, lambda context: comparison.top_two(self._url, context), arm
         )
 
-    def _culprits(self, policy: str, sidecar: SidecarHandle, first: Difference) -> str:
+    def _find_failing_arms(self, policy: str, sidecar: SidecarHandle, first: Difference) -> str:
         """Names the arms that differ at the same place when each answers the prompt alone.
 
         Reports do not name requests, so what ran at a token of a batch cannot be looked up.
@@ -144,13 +152,17 @@ class Comparison:
             answer.request for answer in self._expected if answer.request.index == first.prompt
         )
         stream = [StreamPhase("again", 1, (request,))]
-        again = []
+        failing_arms = []
         for drafter, gamma in self._arms:
             with sidecar.pinned(gamma, drafter):
                 played = self._play(policy, stream, f"{policy}: {drafter} {gamma} again")
-            if self._differences(policy, played.answers, ""):
-                again.append(f"{drafter} {gamma}")
-        return ", ".join(again) + " (each when alone)" if again else f"{first.arm}; none alone"
+            if self._compare_answers(policy, played.answers, ""):
+                failing_arms.append(f"{drafter} {gamma}")
+        return (
+            ", ".join(failing_arms) + " (each when alone)"
+            if failing_arms
+            else f"{first.arm}; none alone"
+        )
 
 
 class RoundingPart(Part):
@@ -162,24 +174,28 @@ class RoundingPart(Part):
         """Counts the work."""
         sizes = planner.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-        work = planner.only(PLAIN_BFLOAT16, FIXED_BFLOAT16) + planner.play(stream).times(2)
-        work += planner.play(stream).times(sizes.plays)
-        return work + planner.only(EXACT_BFLOAT16) + planner.play(stream).times(sizes.plays)
+        work = planner.count_starts(PLAIN_BFLOAT16, FIXED_BFLOAT16) + planner.play(stream).multiply(
+            2
+        )
+        work += planner.play(stream).multiply(sizes.plays)
+        return (
+            work + planner.count_starts(EXACT_BFLOAT16) + planner.play(stream).multiply(sizes.plays)
+        )
 
     def run(self, check: Check) -> None:
         """Plays the prompts on each engine and counts the answers that differ."""
         check.terminal.heading("bfloat16: answers that differ from plain decoding")
         sizes = check.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-        check.only(PLAIN_BFLOAT16, FIXED_BFLOAT16)
+        check.run_only(PLAIN_BFLOAT16, FIXED_BFLOAT16)
         expected = check.play(PLAIN_BFLOAT16, stream, "plain decoding").answers
         counts = check.document.setdefault(self.KEY, {})
-        again = check.play(PLAIN_BFLOAT16, stream, "plain decoding again").answers
-        counts[PLAIN_BFLOAT16] = count_differing(expected, [again])
+        repeated_answers = check.play(PLAIN_BFLOAT16, stream, "plain decoding again").answers
+        counts[PLAIN_BFLOAT16] = count_differing(expected, [repeated_answers])
         fixed = [check.play(FIXED_BFLOAT16, stream).answers for _ in range(sizes.plays)]
         counts[FIXED_BFLOAT16] = count_differing(expected, fixed)
         check.save()
-        check.only(EXACT_BFLOAT16)
+        check.run_only(EXACT_BFLOAT16)
         arms = small_engines.arms(check.options.device)
         drafter, gamma = arms[-1]
         plays = []
@@ -195,16 +211,17 @@ class RoundingPart(Part):
         """Returns the shares."""
         counts = document[self.KEY]
         return "measured", "; ".join(
-            f"{_WORDS[policy]}: {found['differing']} of {found['answers']} answers differ"
-            for policy, found in counts.items()
+            f"{_WORDS[policy]}: {answer_counts['differing']} of {answer_counts['answers']} answers "
+            "differ"
+            for policy, answer_counts in counts.items()
         )
 
     def sections(self, document: Document) -> list[str]:
         """Makes a table of the shares."""
         rows = [
-            [_WORDS[policy], str(found["answers"]), str(found["differing"]),
-             f"{found['differing'] / found['answers']:.3f}"]
-            for policy, found in document[self.KEY].items()
+            [_WORDS[policy], str(answer_counts["answers"]), str(answer_counts["differing"]),
+             f"{answer_counts['differing'] / answer_counts['answers']:.3f}"]
+            for policy, answer_counts in document[self.KEY].items()
         ]  # fmt: skip
         title = "bfloat16, answers that differ from plain decoding's:"
         return [f"{title}\n\n" + table(["engine", "answers", "differ", "share"], rows)]
@@ -215,8 +232,11 @@ def count_differing(
 ) -> dict[str, int]:
     """Counts answers, and those that differ anywhere from plain decoding's."""
     pairs = [
-        (right.tokens, ours.tokens)
+        (reference.tokens, actual.tokens)
         for play in plays
-        for right, ours in zip(expected, play, strict=True)
+        for reference, actual in zip(expected, play, strict=True)
     ]
-    return {"answers": len(pairs), "differing": sum(right != ours for right, ours in pairs)}
+    return {
+        "answers": len(pairs),
+        "differing": sum(reference != actual for reference, actual in pairs),
+    }

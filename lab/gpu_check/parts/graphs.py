@@ -34,7 +34,7 @@ class EagerSteps:
         self._prepared = prepared
         self._steps: Counter[tuple[str, int]] = Counter()
         self._eager: Counter[tuple[str, int]] = Counter()
-        self._beyond: Counter[tuple[str, int]] = Counter()
+        self._uncaptured: Counter[tuple[str, int]] = Counter()
 
     def add(self, reports: Iterable[engine_pb2.StepReport]) -> None:
         """Counts the steps of a play."""
@@ -42,8 +42,8 @@ class EagerSteps:
             arm = (report.drafter if report.gamma else "eagle3", report.gamma)
             self._steps[arm] += 1
             if report.flags.eager_fallback:
-                known = report.batch_size <= self._limit(report.gamma)
-                (self._eager if known else self._beyond)[arm] += 1
+                has_graph = report.batch_size <= self._limit(report.gamma)
+                (self._eager if has_graph else self._uncaptured)[arm] += 1
 
     def document(self) -> dict[str, Any]:
         """Returns the counts as plain values; beyond: eager where nothing was captured."""
@@ -55,7 +55,7 @@ class EagerSteps:
                     "gamma": arm[1],
                     "steps": steps,
                     "eager_steps": self._eager[arm],
-                    "beyond": self._beyond[arm],
+                    "beyond": self._uncaptured[arm],
                 }
                 for arm, steps in self._steps.items()
             ],
@@ -73,7 +73,7 @@ class GraphsPart(Part):
 
     def plan(self, planner: Planner) -> Work:
         """Counts the work."""
-        work = planner.only(STEERED)
+        work = planner.count_starts(STEERED)
         for arm in planner.shape.arms():
             for size in planner.graph_sizes:
                 work += planner.play([steady_load(planner.shape, size, _ANSWER_SHARE)], arm)
@@ -82,10 +82,10 @@ class GraphsPart(Part):
     def run(self, check: Check) -> None:
         """Plays a short full batch for each arm and batch size, largest batches first."""
         check.terminal.heading("Graphs and synchronisations, every arm at every batch size")
-        check.only(STEERED)
+        check.run_only(STEERED)
         captured = check.sidecar(STEERED).status().engine.fingerprint.graph_batch_sizes
         status = check.status()
-        found = EagerSteps(tuple(captured), status["prepared"])
+        eager_steps = EagerSteps(tuple(captured), status["prepared"])
         check.document[self.KEY] = {
             "expected": graphs_expected(check.options.engine_options, check.options.device),
             "without_graphs": status["eager"]["without_graphs"],
@@ -97,30 +97,30 @@ class GraphsPart(Part):
             for size in reversed(check.setting.graph_sizes):
                 for arm in check.shape.arms():
                     stream = steady_stream(check.shape, size, _SEED, _ANSWER_SHARE)
-                    found.add(check.play_pinned(STEERED, arm, stream)[1].reports)
-                check.document[self.KEY] |= _document(found, check)
+                    eager_steps.add(check.play_pinned(STEERED, arm, stream)[1].reports)
+                check.document[self.KEY] |= _document(eager_steps, check)
                 check.save()
         finally:
             switch.unlink()
         # The engine writes its ledger at the next step.
         check.play(STEERED, steady_stream(check.shape, 1, _SEED), "the last step")
-        check.document[self.KEY] |= _document(found, check)
+        check.document[self.KEY] |= _document(eager_steps, check)
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns the verdict and the counts."""
         graphs = document[self.KEY]
         arms = graphs.get("arms", [])
-        eager, beyond, steps = (
+        eager, uncaptured, steps = (
             sum(arm[name] for arm in arms) for name in ("eager_steps", "beyond", "steps")
         )
         details = (
-            f"{eager} of {steps} steps eager ({beyond} more beyond the captured batch sizes); "
+            f"{eager} of {steps} steps eager ({uncaptured} more beyond the captured batch sizes); "
         )
         passes = ", ".join(f"{name} {count}" for name, count in graphs.get("passes", {}).items())
         details += f"steps with an eager pass: {passes or 'not counted (no graphs)'}; "
         if never := graphs["without_graphs"]:
             details += f"no graphs at all for {', '.join(never)}; "
-        details += syncs.sentence(graphs.get("syncs"))
+        details += syncs.summary_text(graphs.get("syncs"))
         if not graphs["expected"]:
             return "no graphs", details
         return "FAILED" if eager or never else "passed", details
@@ -155,19 +155,19 @@ class GraphsPart(Part):
             for gamma, state in graphs["prepared"].items()
         ]
         columns = ["γ prepared", "seconds", "MiB", "MiB predicted", "largest batch"]
-        found = ["What each further draft length takes at the start:\n\n" + table(columns, rows)]
+        texts = ["What each further draft length takes at the start:\n\n" + table(columns, rows)]
         if ledger := graphs.get("syncs"):
             places = [
-                [where.rsplit("site-packages/", 1)[-1], who, str(count)]
-                for who in ("shim", "others")
-                for where, count in list(ledger[who].items())[:_PLACES_SHOWN]
+                [location.rsplit("site-packages/", 1)[-1], origin, str(count)]
+                for origin in ("shim", "others")
+                for location, count in list(ledger[origin].items())[:_PLACES_SHOWN]
             ]
             if places:
                 title = f"Calls that synchronise with the device, in {ledger['steps']} steps:"
-                found.append(f"{title}\n\n" + table(["line", "whose", "calls"], places))
-        return found
+                texts.append(f"{title}\n\n" + table(["line", "whose", "calls"], places))
+        return texts
 
 
-def _document(found: EagerSteps, check: Check) -> dict[str, Any]:
+def _document(eager_steps: EagerSteps, check: Check) -> dict[str, Any]:
     passes = check.status()["eager"]["steps"]
-    return {**found.document(), "passes": passes, "syncs": syncs.read(check.ledger)}
+    return {**eager_steps.document(), "passes": passes, "syncs": syncs.read_ledger(check.ledger)}

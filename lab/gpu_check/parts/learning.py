@@ -16,7 +16,7 @@ from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
 from lab.harness.load_generator import StreamPhase, acceptance_length
-from lab.harness.sidecar import overridden
+from lab.harness.sidecar import temporary_override
 
 # The override: this draft length, and an update every few steps.
 RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")
@@ -30,7 +30,7 @@ _SIZES_ON_A_PROCESSOR = (4, 96, 2)
 # The trainer's state before it can take anything; the import of torch may take half a minute.
 _STARTING = "starting"
 _TRAINER_SECONDS = 180.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class LearningPart(Part):
@@ -45,29 +45,31 @@ class LearningPart(Part):
         """
         _, _, plays = _sizes(planner.device)
         stream = build_stream(planner.device)
-        work = planner.only(PLAIN, LEARNING) + planner.play(stream)
-        return work + planner.play(stream).times(plays + 2)
+        work = planner.count_starts(PLAIN, LEARNING) + planner.play(stream)
+        return work + planner.play(stream).multiply(plays + 2)
 
     def run(self, check: Check) -> None:
         """Has the drafter learn; compares its tokens, and counts what waits for the device."""
         check.terminal.heading("A drafter that learns while it serves")
         _, _, plays = _sizes(check.options.device)
         stream = build_stream(check.options.device)
-        check.only(PLAIN, LEARNING)
+        check.run_only(PLAIN, LEARNING)
         plain = check.url(PLAIN)
         expected = check.play(PLAIN, stream, "plain decoding").answers
         differing: list[Difference] = []
         lengths: list[float] = []
         ledger = check.ledger.with_stem(LEARNING)
-        with overridden(check.place.address, *RULE):
+        with temporary_override(check.place.address, *RULE):
             wait_for_trainer(check, stream)
             switch = syncs.switch_path(ledger)
             switch.touch()
             for number in range(plays):
-                found = check.play(LEARNING, stream, f"{LEARNING}: {number + 1} of {plays}").answers
-                lengths.append(acceptance_length(found))
-                differing += comparison.differences(
-                    LEARNING, expected, found, lambda context: comparison.top_two(plain, context),
+                answers = check.play(
+                    LEARNING, stream, f"{LEARNING}: {number + 1} of {plays}"
+                ).answers
+                lengths.append(acceptance_length(answers))
+                differing += comparison.find_differences(
+                    LEARNING, expected, answers, lambda context: comparison.top_two(plain, context),
                     f"eagle3 {LEARNING_GAMMA}",
                 )  # fmt: skip
                 check.document[self.KEY] = _document(
@@ -77,29 +79,30 @@ class LearningPart(Part):
             switch.unlink()
             check.play(LEARNING, stream, "the last steps")
         check.document[self.KEY] = _document(
-            differing, lengths, check.status(LEARNING), syncs.read(ledger)
+            differing, lengths, check.status(LEARNING), syncs.read_ledger(ledger)
         )
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns the verdict, updates, acceptance and synchronisations."""
-        found = document[self.KEY]
-        online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
-        lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
+        results = document[self.KEY]
+        online = results["online"] or {"updates": 0, "refused": 0, "restored": 0}
+        lengths = ", ".join(f"{length:.2f}" for length in results["acceptance_lengths"])
         details = (
-            f"{found['wrong']} wrong tokens; {online['updates']} updates landed, "
+            f"{results['wrong']} wrong tokens; {online['updates']} updates landed, "
             f"{online['refused']} refused, {online['restored']} taken back; "
             f"acceptance length by play: {lengths}; "
-            f"{syncs.sentence(found['syncs'])}"
+            f"{syncs.summary_text(results['syncs'])}"
         )
         return "FAILED" if self.problems(document) else "passed", details
 
     def problems(self, document: Document) -> list[str]:
         """Lists wrong tokens, and says where nothing was learnt."""
-        found = document[self.KEY]
+        results = document[self.KEY]
         wrong = [
-            f"while learning, {one}" for one in comparison.wrong_sentences(found["differences"])
+            f"while learning, {sentence}"
+            for sentence in comparison.wrong_sentences(results["differences"])
         ]
-        online = found["online"]
+        online = results["online"]
         if not online or not online["updates"]:
             state = online["state"] if online else "there was no trainer"
             wrong.append(f"no online update landed: {state}")
@@ -108,23 +111,23 @@ class LearningPart(Part):
 
 def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
     """Waits until the trainer's process has started, which needs an engine that decodes."""
-    until = time.monotonic() + min(_TRAINER_SECONDS, check.deadline.left)
+    deadline = time.monotonic() + min(_TRAINER_SECONDS, check.deadline.remaining_seconds)
     first = stream[0].requests[:1]
     short = [StreamPhase("one request", 1, first)]
-    with check.terminal.working("waiting for the trainer's process"):
-        while time.monotonic() < until:
+    with check.terminal.show_progress("waiting for the trainer's process"):
+        while time.monotonic() < deadline:
             online = check.status(LEARNING)["online"]
             if not online or online["state"] != _STARTING:
                 return
-            check.count(check.play_unshown(LEARNING, short))
-            time.sleep(_LOOK_SECONDS)
+            check.count(check.play_silently(LEARNING, short))
+            time.sleep(_POLL_SECONDS)
 
 
 def build_stream(device: Device) -> tuple[StreamPhase, ...]:
     """Builds requests for CSV, a few at a time."""
     requests, new_tokens, _ = _sizes(device)
     prompts = held_out_prompts(_DOMAIN, requests, _PROMPT_TOKENS, 1)
-    return (StreamPhase.of_prompts(_DOMAIN, _BATCH, prompts, new_tokens),)
+    return (StreamPhase.from_prompts(_DOMAIN, _BATCH, prompts, new_tokens),)
 
 
 def _sizes(device: Device) -> tuple[int, int, int]:
@@ -142,8 +145,8 @@ def _document(
     lengths: acceptance length of each play.  status: what the plugin says.
     """
     return {
-        "wrong": sum(one.verdict == comparison.WRONG for one in differences),
-        "differences": [one.as_json() for one in differences],
+        "wrong": sum(difference.verdict == comparison.WRONG for difference in differences),
+        "differences": [difference.as_json() for difference in differences],
         "acceptance_lengths": [round(length, 3) for length in lengths],
         "online": status["online"],
         "syncs": ledger,

@@ -21,8 +21,8 @@ from lab.harness.load_generator import Answer, Play
 # Plays of the stream that an outage takes, for the plan: before, during and after it.
 _PLAYS = 6
 # Longer than a lease and its grace, and than an agent waits before it dials again.
-_MOST_SECONDS = 120.0
-_LOOK_SECONDS = 0.1
+_MAX_WAIT_SECONDS = 120.0
+_POLL_SECONDS = 0.1
 
 
 class OutagePart(Part):
@@ -34,31 +34,31 @@ class OutagePart(Part):
         """Counts the work."""
         sizes = planner.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-        return planner.only(PLAIN, EXACT) + planner.play(stream).times(_PLAYS + 1)
+        return planner.count_starts(PLAIN, EXACT) + planner.play(stream).multiply(_PLAYS + 1)
 
     def run(self, check: Check) -> None:
         """Kills the sidecar once it steers, waits until the engine notices, and starts it again."""
         check.terminal.heading("The sidecar is killed, and comes back")
         sizes = check.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-        check.only(PLAIN, EXACT)
+        check.run_only(PLAIN, EXACT)
         expected = check.play(PLAIN, stream, "plain decoding").answers
         with (
-            check.terminal.working("requests without a pause") as work,
-            PlayAgain(lambda: check.play_unshown(EXACT, stream)) as player,
+            check.terminal.show_progress("requests without a pause") as work,
+            RepeatedPlay(lambda: check.play_silently(EXACT, stream)) as player,
         ):
             wait_until(check, lambda: _is_steered(check), player, "the engine is steered")
-            before = check.status(EXACT)
+            status_before = check.status(EXACT)
             check.kill_sidecar()
             killed = time.monotonic()
             wait_until(check, lambda: not _is_steered(check), player, "the engine noticed")
             noticed = time.monotonic()
-            away = check.status(EXACT)
+            status_during = check.status(EXACT)
             check.restart_sidecar()
             wait_until(check, lambda: _is_steered(check), player, "the engine is steered again")
             work.result = "steered again"
             steered_again = time.monotonic()
-        after = check.status(EXACT)
+        status_after = check.status(EXACT)
         for played in player.plays:
             check.count(played)
         plain = check.url(PLAIN)
@@ -67,35 +67,35 @@ class OutagePart(Part):
         ) | {
             "seconds_until_unsteered": round(noticed - killed, 2),
             "seconds_until_steered": round(steered_again - noticed, 2),
-            "source_meanwhile": away["source"],
-            "lapses": after["lapses"] - before["lapses"],
-            "reports_dropped": after["reports_dropped"] - before["reports_dropped"],
+            "source_meanwhile": status_during["source"],
+            "lapses": status_after["lapses"] - status_before["lapses"],
+            "reports_dropped": status_after["reports_dropped"] - status_before["reports_dropped"],
         }
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns the verdict, counts and seconds."""
-        found = document[self.KEY]
+        results = document[self.KEY]
         details = (
-            f"{found['answers']} answers, {len(found['lost'])} lost, {found['wrong']} wrong; "
-            f"unsteered {found['seconds_until_unsteered']:.1f} s after the sidecar was killed, "
-            f"steered {found['seconds_until_steered']:.1f} s after it was started again; "
-            f"{found['reports_dropped']} reports dropped"
+            f"{results['answers']} answers, {len(results['lost'])} lost, {results['wrong']} wrong; "
+            f"unsteered {results['seconds_until_unsteered']:.1f} s after the sidecar was killed, "
+            f"steered {results['seconds_until_steered']:.1f} s after it was started again; "
+            f"{results['reports_dropped']} reports dropped"
         )
         return "FAILED" if self.problems(document) else "passed", details
 
     def problems(self, document: Document) -> list[str]:
         """Lists lost requests and wrong tokens."""
-        found = document[self.KEY]
+        results = document[self.KEY]
         return [
-            *(f"without its sidecar, {lost}" for lost in found["lost"]),
+            *(f"without its sidecar, {lost_request}" for lost_request in results["lost"]),
             *(
-                f"without its sidecar, {one}"
-                for one in comparison.wrong_sentences(found["differences"])
+                f"without its sidecar, {sentence}"
+                for sentence in comparison.wrong_sentences(results["differences"])
             ),
         ]
 
 
-class PlayAgain(BackgroundThread):
+class RepeatedPlay(BackgroundThread):
     """Plays a stream again and again while the context is open; leaving waits for the last play.
 
     plays: those that have ended.  error: what ended them early.
@@ -116,20 +116,22 @@ class PlayAgain(BackgroundThread):
                 return
 
 
-def wait_until(check: Check, reached: Callable[[], bool], player: PlayAgain, what: str) -> None:
+def wait_until(
+    check: Check, condition: Callable[[], bool], player: RepeatedPlay, description: str
+) -> None:
     """Waits until a state is reached.
 
     Raises HarnessError when the engine failed or it takes too long, OutOfTimeError when the check's
     time is up.
     """
-    until = time.monotonic() + min(_MOST_SECONDS, check.deadline.left)
-    while not reached():
+    deadline = time.monotonic() + min(_MAX_WAIT_SECONDS, check.deadline.remaining_seconds)
+    while not condition():
         if player.error is not None:
             raise player.error
-        if time.monotonic() > until:
-            check.deadline.require(0.0, f"the outage, until {what},")
-            raise HarnessError(f"timed out waiting until {what}: {check.status(EXACT)}")
-        time.sleep(_LOOK_SECONDS)
+        if time.monotonic() > deadline:
+            check.deadline.require(0.0, f"the outage, until {description},")
+            raise HarnessError(f"timed out waiting until {description}: {check.status(EXACT)}")
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_steered(check: Check) -> bool:
@@ -144,12 +146,12 @@ def _document(
 ) -> dict[str, Any]:
     differing: list[Difference] = []
     for played in plays:
-        differing += comparison.differences(EXACT, expected, played.answers, top_two, "any")
+        differing += comparison.find_differences(EXACT, expected, played.answers, top_two, "any")
     return {
         "plays": len(plays),
         "answers": sum(len(played.answers) for played in plays),
         "tokens": sum(len(answer.tokens) for played in plays for answer in played.answers),
-        "lost": [sentence for played in plays for sentence in played.lost],
-        "wrong": sum(one.verdict == comparison.WRONG for one in differing),
-        "differences": [one.as_json() for one in differing],
+        "lost": [sentence for played in plays for sentence in played.lost_requests],
+        "wrong": sum(difference.verdict == comparison.WRONG for difference in differing),
+        "differences": [difference.as_json() for difference in differing],
     }

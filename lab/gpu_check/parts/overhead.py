@@ -39,50 +39,50 @@ class OverheadPart(Part):
         """Counts the work."""
         work = Work()
         arm = ("eagle3", planner.shape.static_gamma)
-        for pair in _pairs(planner.scale.both_schedules).values():
-            work += planner.only(*pair)
+        for pair in _schedule_pairs(planner.scale.both_schedules).values():
+            work += planner.count_starts(*pair)
             for size in batch_sizes(planner.shape):
                 play = planner.play([steady_load(planner.shape, size)], arm)
-                work += play.times(2 * (planner.scale.repeats + 1))
+                work += play.multiply(2 * (planner.scale.repeats + 1))
         return work
 
     def run(self, check: Check) -> None:
         """Plays steady loads with and without the plugin in turns (A B B A), with equal pools."""
         check.terminal.heading("The same draft length with and without the plugin")
         arm = ("eagle3", check.shape.static_gamma)
-        found = check.document.setdefault(self.KEY, {"gamma": arm[1]})
-        both = check.scale.both_schedules and check.options.device.overlaps
-        for schedule, (ours, theirs) in _pairs(both).items():
-            check.only(ours, theirs)
+        results = check.document.setdefault(self.KEY, {"gamma": arm[1]})
+        both_schedules = check.scale.both_schedules and check.options.device.overlaps
+        for schedule, (steered_policy, plain_policy) in _schedule_pairs(both_schedules).items():
+            check.run_only(steered_policy, plain_policy)
             for size in batch_sizes(check.shape):
                 stream = steady_stream(check.shape, size, _SEED)
                 check.shim_times.unlink(missing_ok=True)
-                plays = check.pairs((ours, arm), (theirs, None), stream)
+                plays = check.play_pairs((steered_policy, arm), (plain_policy, None), stream)
                 # One more play, since the file holds the newest one alone.
                 check.shim_times.unlink(missing_ok=True)
-                check.play_pinned(ours, arm, stream)
-                row = _compared(*plays, _shim_microseconds(check, size))
-                found.setdefault(schedule, {})[str(size)] = row
+                check.play_pinned(steered_policy, arm, stream)
+                row = _comparison_row(*plays, _shim_microseconds(check, size))
+                results.setdefault(schedule, {})[str(size)] = row
                 check.save()
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns what is added to a step."""
-        found = document[self.KEY]
-        parts = [f"{row[0]}: {row[2]} µs of {row[1]}" for row in _rows(found)]
-        return "measured", f"added to a step at γ = {found['gamma']}, " + "; ".join(parts)
+        results = document[self.KEY]
+        parts = [f"{row[0]}: {row[2]} µs of {row[1]}" for row in _rows(results)]
+        return "measured", f"added to a step at γ = {results['gamma']}, " + "; ".join(parts)
 
     def sections(self, document: Document) -> list[str]:
         """Makes the table."""
-        found = document[self.KEY]
+        results = document[self.KEY]
         columns = [
             "load", "µs a step in SGLang alone", "µs more with the plugin",
             "speed over SGLang alone", "µs on the engine's thread (p50 / p99)",
         ]  # fmt: skip
-        return [f"The plugin at γ = {found['gamma']}:\n\n" + table(columns, _rows(found))]
+        return [f"The plugin at γ = {results['gamma']}:\n\n" + table(columns, _rows(results))]
 
 
-def _pairs(both: bool) -> dict[str, tuple[str, str]]:
-    return _PAIRS if both else {"overlap": _PAIRS["overlap"]}
+def _schedule_pairs(both_schedules: bool) -> dict[str, tuple[str, str]]:
+    return _PAIRS if both_schedules else {"overlap": _PAIRS["overlap"]}
 
 
 def batch_sizes(shape: Shape) -> tuple[int, ...]:
@@ -95,35 +95,35 @@ def step_microseconds(plays: Sequence[Play]) -> Spread:
     return Spread(tuple(1e6 * play.seconds / sum(map(decode_steps, play.phases)) for play in plays))
 
 
-def _compared(
-    ours: Sequence[Play], theirs: Sequence[Play], shim: Mapping[str, float]
+def _comparison_row(
+    steered_plays: Sequence[Play], plain_plays: Sequence[Play], shim: Mapping[str, float]
 ) -> dict[str, Any]:
-    with_plugin, without = step_microseconds(ours), step_microseconds(theirs)
-    pairs = zip(with_plugin.values, without.values, strict=True)
+    with_plugin, without_plugin = step_microseconds(steered_plays), step_microseconds(plain_plays)
+    pairs = zip(with_plugin.values, without_plugin.values, strict=True)
     return {
         "step_microseconds": with_plugin.as_json(),
-        "step_microseconds_without": without.as_json(),
+        "step_microseconds_without": without_plugin.as_json(),
         "added_microseconds": Spread(tuple(a - b for a, b in pairs)).as_json(),
-        "speed": without.over(with_plugin).as_json(),
+        "speed": without_plugin.ratio_to(with_plugin).as_json(),
         "shim_microseconds": dict(shim),
     }
 
 
 def _shim_microseconds(check: Check, batch_size: int) -> dict[str, float]:
     """Returns median and 99th percentile of the shim's time in steps of a full batch."""
-    until = time.monotonic() + _IDLE_SECONDS
-    while not check.shim_times.exists() and time.monotonic() < until:
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while not check.shim_times.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    values = shim_time.read(check.shim_times).get(batch_size, [])
+    values = shim_time.read_times(check.shim_times).get(batch_size, [])
     if not values:
         return {}
     return {f"p{p}": round(float(np.percentile(values, p)), 1) for p in (50, 99)}
 
 
-def _rows(found: Mapping[str, Any]) -> list[list[str]]:
+def _rows(results: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for schedule in _PAIRS:
-        for size, row in found.get(schedule, {}).items():
+        for size, row in results.get(schedule, {}).items():
             added, shim = row["added_microseconds"], row["shim_microseconds"]
             rows.append(
                 [

@@ -31,47 +31,49 @@ class SwitchesPart(Part):
 
     def plan(self, planner: Planner) -> Work:
         """Counts the work."""
-        work = planner.only(STEERED)
+        work = planner.count_starts(STEERED)
         loads = [_load(planner.shape)]
-        for arms in (changing_arms(planner.shape), waking_arms(planner.shape)):
+        for arms in (switch_arms(planner.shape), wake_up_arms(planner.shape)):
             gain = sum(map(planner.tokens_a_step, arms)) / len(arms)
-            work += planner.play(loads, tokens_a_step=gain).times(planner.scale.repeats)
+            work += planner.play(loads, tokens_a_step=gain).multiply(planner.scale.repeats)
         return work
 
     def run(self, check: Check) -> None:
         """Plays a steady load while the arm changes; once among drafts, once from and to sleep."""
         check.terminal.heading("Changing the arm, and waking the drafter, under a steady load")
-        check.only(STEERED)
+        check.run_only(STEERED)
         load = _load(check.shape)
         stream, size = build_stream(check.shape, [load], _SEED), load.concurrency
-        found: dict[str, Any] = check.document.setdefault(self.KEY, {"batch_size": size})
+        results: dict[str, Any] = check.document.setdefault(self.KEY, {"batch_size": size})
         for name, arms in (
-            ("change", changing_arms(check.shape)), ("wake", waking_arms(check.shape)),
+            ("change", switch_arms(check.shape)), ("wake", wake_up_arms(check.shape)),
         ):  # fmt: skip
             with check.sidecar(STEERED).pinned(arms[0][1], arms[0][0]) as pin:
                 with ArmRotation(pin, arms):
                     for _ in range(check.scale.repeats):
                         check.play(STEERED, stream, f"×{size}, {len(arms)} arms in turn")
-                found[name] = cost(pin.reports, size, into_drafting=name == "wake")
+                results[name] = switch_cost(pin.reports, size, into_drafting=name == "wake")
             check.save()
 
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns the prices."""
-        return "measured", "; ".join(": ".join(pair) for pair in _words(document[self.KEY]))
+        return "measured", "; ".join(": ".join(pair) for pair in _price_rows(document[self.KEY]))
 
     def sections(self, document: Document) -> list[str]:
         """Makes a table of the prices."""
-        return [table(["price of", "more than a step of the same arm"], _words(document[self.KEY]))]
+        return [
+            table(["price of", "more than a step of the same arm"], _price_rows(document[self.KEY]))
+        ]
 
 
-def changing_arms(shape: Shape) -> list[Arm]:
+def switch_arms(shape: Shape) -> list[Arm]:
     """Lists arms that differ in drafter and in length, none asleep."""
     gammas = [gamma for gamma in shape.gammas if gamma]
     corners = (("eagle3", gammas[0]), ("dflash", gammas[-1]), ("eagle3", gammas[-1]))
     return [arm for arm in corners if arm in shape.arms()]
 
 
-def waking_arms(shape: Shape) -> list[Arm]:
+def wake_up_arms(shape: Shape) -> list[Arm]:
     """Lists gamma 0, at which drafters sleep, and a draft length that wakes one."""
     return [("eagle3", 0), ("eagle3", shape.static_gamma)]
 
@@ -99,7 +101,7 @@ class ArmRotation(BackgroundThread):
             self._pin.move(gamma, drafter)
 
 
-def cost(
+def switch_cost(
     reports: Sequence[engine_pb2.StepReport], batch_size: int, *, into_drafting: bool = False
 ) -> dict[str, Any]:
     """Computes how many microseconds longer a step takes when it changed the arm (median).
@@ -118,24 +120,29 @@ def cost(
             plain[arm].append(report.step_seconds)
         elif report.gamma or not into_drafting:
             changed.append((arm, report.step_seconds))
-    usual = {arm: median(seconds) for arm, seconds in plain.items()}
-    more = [(seconds - usual[arm], usual[arm]) for arm, seconds in changed if arm in usual]
-    if not more:
+    median_seconds = {arm: median(seconds) for arm, seconds in plain.items()}
+    excesses = [
+        (seconds - median_seconds[arm], median_seconds[arm])
+        for arm, seconds in changed
+        if arm in median_seconds
+    ]
+    if not excesses:
         return {"switches": 0, "microseconds": 0.0, "share": 0.0}
     return {
-        "switches": len(more),
-        "microseconds": round(1e6 * median(excess for excess, _ in more), 1),
-        "share": round(median(excess / step for excess, step in more), 4),
+        "switches": len(excesses),
+        "microseconds": round(1e6 * median(excess for excess, _ in excesses), 1),
+        "share": round(median(excess / step for excess, step in excesses), 4),
     }
 
 
-def _words(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _price_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     names = {"change": "changing the arm", "wake": "waking the drafter after 0.1 s of sleep"}
     return [
         (
-            f"{words} at B = {found['batch_size']}, {found[name]['switches']} times",
-            f"{found[name]['microseconds']:.0f} µs, {100 * found[name]['share']:.1f} % of a step",
+            f"{words} at B = {results['batch_size']}, {results[name]['switches']} times",
+            f"{results[name]['microseconds']:.0f} µs, {100 * results[name]['share']:.1f} % of a "
+            "step",
         )
         for name, words in names.items()
-        if name in found
+        if name in results
     ]

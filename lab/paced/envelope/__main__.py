@@ -49,7 +49,7 @@ def envelope(
             dilation=dilation,
             grid=None if grid is None else read_grid(grid),
             output=output,
-            kept=_kept(output, quick=quick) if resume else (),
+            resumed_points=_read_points(output, quick=quick) if resume else (),
             quick=quick,
         )
         run(options, terminal)
@@ -59,7 +59,7 @@ def envelope(
     terminal.say(f"\n{output / 'result.json'}  {output / 'envelope.png'}  {output / 'logs'}/")
 
 
-def _kept(output: Path, *, quick: bool) -> tuple[Point, ...]:
+def _read_points(output: Path, *, quick: bool) -> tuple[Point, ...]:
     """Returns the points of an earlier run in that folder; empty if it has written none."""
     path = output / "result.json"
     if not path.exists():
@@ -67,10 +67,10 @@ def _kept(output: Path, *, quick: bool) -> tuple[Point, ...]:
     try:
         document = json.loads(path.read_text())
         points = from_json(document["points"])
-        same = document["quick"] == quick
+        is_same_mode = document["quick"] == quick
     except (KeyError, ValueError) as error:
         raise HarnessError(f"{path} is not the result of such a run: {error!r}") from error
-    if not same:
+    if not is_same_mode:
         raise HarnessError(f"{path} and this run differ in --quick; name another --output")
     return points
 
@@ -80,8 +80,8 @@ def _concurrencies(text: str) -> tuple[int, ...]:
         return CONCURRENCIES
     parts = [part.strip() for part in text.split(",")]
     if unknown := [part for part in parts if part not in map(str, CONCURRENCIES)]:
-        known = ", ".join(map(str, CONCURRENCIES))
-        raise typer.BadParameter(f"{', '.join(unknown)}: published are {known}")
+        published = ", ".join(map(str, CONCURRENCIES))
+        raise typer.BadParameter(f"{', '.join(unknown)}: published are {published}")
     return tuple(sorted({int(part) for part in parts}))
 
 

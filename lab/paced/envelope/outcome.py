@@ -17,15 +17,15 @@ from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import StreamPhase
 from lab.paced.plays import LATE_SHARE_MAX
-from lab.paced.traffic import Stream, drawn_request
+from lab.paced.traffic import Stream, make_request
 from simulator import published_qwen
 
 OFF, MTP, DFLASH, STEERED = "off", "mtp", "dflash", "steered"
 STATIC = (OFF, MTP, DFLASH)
 # The first steps of a full batch: a pinned arm takes a few to arrive.
 _SETTLING_STEPS = 8
-_LEAST_STEPS = 20
-_ROOM = 1.2
+_MIN_STEPS = 20
+_HEADROOM = 1.2
 TABLE = "b200-qwen3.6-35b-a3b"
 # Every best draft length that was published for up to 128 sequences is among them.
 GAMMAS = (0, 1, 2, 3, 5, 8, 15)
@@ -37,16 +37,16 @@ _CLASS = "published"
 SEED = 2024
 _VOCABULARY = range(16, 120)
 # A step of this many sequences takes the machine twice as long as a step of one.
-_WORK_DOUBLES = 50.0
-_LEAST_DILATION = 1.0
+_WORK_DOUBLING_BATCH = 50.0
+_MIN_DILATION = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Holds the figures of one run, from its steps of a full batch.
 
-    arm: what it was held to; None where it was steered.  rate: tokens/s.  late: steps that the
-    machine missed.  needed: the dilation that all but a few steps would have kept.
+    arm: what it was held to; None where it was steered.  rate: tokens/s.  late_steps: steps that
+    the machine missed.  needed_dilation: the dilation that all but a few steps would have kept.
     acceptance_length: tokens that a sequence gains in a step.  shares: arm -> share of the steps.
     asleep: share of the steps through which the drafters slept.
     """
@@ -55,8 +55,8 @@ class Run:
     arm: Arm | None
     rate: float
     steps: int
-    late: int
-    needed: float
+    late_steps: int
+    needed_dilation: float
     acceptance_length: float
     shares: Mapping[Arm, float]
     asleep: float
@@ -64,7 +64,7 @@ class Run:
     @property
     def late_share(self) -> float:
         """Share of the steps in which the machine missed the pace."""
-        return self.late / self.steps
+        return self.late_steps / self.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ def measure(
     Raises HarnessError for too few of them, and for steps of another arm than the run's.
     """
     full = [s for s in steps if s.batch_size == concurrency][_SETTLING_STEPS:]
-    if len(full) < _LEAST_STEPS:
+    if len(full) < _MIN_STEPS:
         raise HarnessError(f"{policy}: {len(full)} steps of {concurrency} sequences are too few")
     seconds = sum(step.ended - step.began for step in full) / dilation
     tokens = sum(step.tokens for step in full)
     counts = Counter(_arm_of(step) for step in full)
     if arm is not None and counts[arm] < len(full):
-        ran = ", ".join(f"{name_of(a)} {n}" for a, n in counts.most_common())
-        raise HarnessError(f"{policy}: held to {name_of(arm)}, the engine ran {ran}")
+        arm_counts_text = ", ".join(f"{arm_name(a)} {n}" for a, n in counts.most_common())
+        raise HarnessError(f"{policy}: held to {arm_name(arm)}, the engine ran {arm_counts_text}")
     used = [step.used_seconds / step.seconds for step in full]
     return Run(
         policy,
@@ -135,17 +135,17 @@ def measure(
         sum(step.late for step in full),
         float(np.quantile(used, 1.0 - LATE_SHARE_MAX / 2)),
         tokens / (len(full) * concurrency),
-        {found: count / len(full) for found, count in counts.most_common()},
+        {ran_arm: count / len(full) for ran_arm, count in counts.most_common()},
         sum(step.asleep for step in full) / len(full),
     )
 
 
-def dilation_to_try(asked: float, run: Run, dilation: float) -> int:
+def suggest_dilation(requested_dilation: float, run: Run, dilation: float) -> int:
     """The `--dilation` at which this run would have kept its pace.
 
-    asked: what was given, of which `dilation` was in force.
+    requested_dilation: what was given, of which `dilation` was in force.
     """
-    return ceil(asked * max(_ROOM, _ROOM * run.needed / dilation))
+    return ceil(requested_dilation * max(_HEADROOM, _HEADROOM * run.needed_dilation / dilation))
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -154,10 +154,10 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
         {
             "concurrency": point.concurrency,
             "dilation": point.dilation,
-            "published": name_of(point.published_winner),
-            "table": {name_of(arm): round(rate, 1) for arm, rate in point.table.items()},
-            "table winner": name_of(point.table_winner),
-            "winner": name_of(point.winner),
+            "published": arm_name(point.published_winner),
+            "table": {arm_name(arm): round(rate, 1) for arm, rate in point.table.items()},
+            "table winner": arm_name(point.table_winner),
+            "winner": arm_name(point.winner),
             "envelope": round(point.envelope, 1),
             "steered ÷ envelope": round(point.steered_share, 4),
             "runs": {policy: _run_as_json(run) for policy, run in point.runs.items()},
@@ -171,17 +171,17 @@ def from_json(document: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
     """Reads what `as_json` has made."""
     return tuple(
         Point(
-            found["concurrency"],
-            found["dilation"],
-            _by_arm(found["table"]),
-            {policy: _run_from_json(policy, run) for policy, run in found["runs"].items()},
-            found["foreign_cores"],
+            entry["concurrency"],
+            entry["dilation"],
+            _parse_arm_values(entry["table"]),
+            {policy: _run_from_json(policy, run) for policy, run in entry["runs"].items()},
+            entry["foreign_cores"],
         )
-        for found in document
+        for entry in document
     )
 
 
-def agreeing(points: Sequence[Point]) -> tuple[int, int]:
+def count_agreeing(points: Sequence[Point]) -> tuple[int, int]:
     """At how many concurrencies drafter, and draft length too, are the published ones by runs."""
     pairs = [(point.winner, point.published_winner) for point in points]
     return sum(a.drafter == b.drafter for a, b in pairs), sum(a == b for a, b in pairs)
@@ -193,42 +193,42 @@ def _arm_of(step: LoggedStep) -> Arm:
 
 def _run_as_json(run: Run) -> dict[str, Any]:
     return {
-        "arm": None if run.arm is None else name_of(run.arm),
+        "arm": None if run.arm is None else arm_name(run.arm),
         "tokens_per_second": round(run.rate, 1),
         "acceptance_length": round(run.acceptance_length, 3),
         "steps": run.steps,
-        "late": run.late,
-        "dilation_needed": round(run.needed, 1),
+        "late": run.late_steps,
+        "dilation_needed": round(run.needed_dilation, 1),
         "asleep": round(run.asleep, 4),
-        "shares": {name_of(arm): round(share, 4) for arm, share in run.shares.items()},
+        "shares": {arm_name(arm): round(share, 4) for arm, share in run.shares.items()},
     }
 
 
-def _run_from_json(policy: str, found: Mapping[str, Any]) -> Run:
+def _run_from_json(policy: str, entry: Mapping[str, Any]) -> Run:
     return Run(
         policy,
-        None if found["arm"] is None else arm_named(found["arm"]),
-        found["tokens_per_second"],
-        found["steps"],
-        found["late"],
-        found["dilation_needed"],
-        found["acceptance_length"],
-        _by_arm(found["shares"]),
-        found["asleep"],
+        None if entry["arm"] is None else parse_arm(entry["arm"]),
+        entry["tokens_per_second"],
+        entry["steps"],
+        entry["late"],
+        entry["dilation_needed"],
+        entry["acceptance_length"],
+        _parse_arm_values(entry["shares"]),
+        entry["asleep"],
     )
 
 
-def _by_arm(found: Mapping[str, float]) -> dict[Arm, float]:
-    return {arm_named(name): value for name, value in found.items()}
+def _parse_arm_values(values: Mapping[str, float]) -> dict[Arm, float]:
+    return {parse_arm(name): value for name, value in values.items()}
 
 
-def name_of(arm: Arm) -> str:
+def arm_name(arm: Arm) -> str:
     """Names an arm as the publication does: "off", or the drafter and its draft length."""
     return f"{PUBLISHED_NAME[arm.drafter]} {arm.gamma}" if arm.gamma else "off"
 
 
-def arm_named(name: str) -> Arm:
-    """The arm of a name that `name_of` has made."""
+def parse_arm(name: str) -> Arm:
+    """The arm of a name that `arm_name` has made."""
     drafter, _, gamma = name.partition(" ")
     roles = {published: role for role, published in PUBLISHED_NAME.items()}
     return Arm(roles[drafter], int(gamma)) if gamma else PLAIN
@@ -256,7 +256,7 @@ def best_arm(rates: Mapping[Arm, float], drafter: str) -> Arm:
     return max(arms, key=lambda arm: rates[arm])
 
 
-def dilation_at(dilation: float, costs: StepCosts, concurrency: int) -> float:
+def dilation_for(dilation: float, costs: StepCosts, concurrency: int) -> float:
     """The dilation that leaves a step at a concurrency the same headroom as `dilation` at one.
 
     The machine's own work grows more slowly with the batch than the imposed steps do at first, and
@@ -265,26 +265,26 @@ def dilation_at(dilation: float, costs: StepCosts, concurrency: int) -> float:
 
     def work_over_pace(batch_size: int) -> float:
         pace = costs.decode_seconds(Arm(OWN, 1), batch_size, 0)
-        return (1.0 + batch_size / _WORK_DOUBLES) / pace
+        return (1.0 + batch_size / _WORK_DOUBLING_BATCH) / pace
 
     needed = dilation * work_over_pace(concurrency) / work_over_pace(1)
-    return max(_LEAST_DILATION, round(needed, 1))
+    return max(_MIN_DILATION, round(needed, 1))
 
 
 def closed_loop(
-    name: str, concurrency: int, least_tokens: int, output_tokens: int, prompt_tokens: int = 1
+    name: str, concurrency: int, min_tokens: int, output_tokens: int, prompt_tokens: int = 1
 ) -> Stream:
     """Requests of equal length, in whole rounds, with at least so many output tokens in all.
 
     Prompts of one token are what was published, so almost nothing but decoding is timed.
     """
-    requests = concurrency * ceil(least_tokens / (concurrency * output_tokens))
+    requests = concurrency * ceil(min_tokens / (concurrency * output_tokens))
     rng = np.random.default_rng([SEED, concurrency])
     prompts = rng.integers(_VOCABULARY.start, _VOCABULARY.stop, (requests, prompt_tokens))
     # Other streams have other draws: acceptance is drawn by the request's number, among others.
     first = 0 if name == "envelope" else 1_000_000
-    drawn = tuple(
-        drawn_request(_CLASS, first + number, output_tokens, prompt)
+    stream_requests = tuple(
+        make_request(_CLASS, first + number, output_tokens, prompt)
         for number, prompt in enumerate(prompts.tolist())
     )
-    return Stream(name, SEED, (StreamPhase(name, concurrency, drawn),))
+    return Stream(name, SEED, (StreamPhase(name, concurrency, stream_requests),))

@@ -16,11 +16,11 @@ from lab.cpu_engine.pace.step_costs import OWN, SECOND, load_step_costs
 from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
 from lab.harness.measured import ForeignLoad, run_facts, write_result
-from lab.harness.processes import preferred
+from lab.harness.processes import raised_priority
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.envelope import shown
+from lab.paced.envelope import report
 from lab.paced.envelope.outcome import (
     DFLASH,
     GAMMAS,
@@ -31,13 +31,13 @@ from lab.paced.envelope.outcome import (
     TABLE,
     Point,
     Run,
+    arm_name,
     as_json,
     best_arm,
     closed_loop,
-    dilation_at,
-    dilation_to_try,
+    dilation_for,
     measure,
-    name_of,
+    suggest_dilation,
     table_rates,
 )
 from lab.paced.plays import LATE_SHARE_MAX
@@ -50,21 +50,23 @@ from lab.papers.drafters import Floats
 class EnvelopeOptions:
     """The options of a run.
 
-    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  kept: the
-    points of an earlier run.  quick: short runs, none of which is rejected.
+    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.
+    resumed_points: the points of an earlier run.  quick: short runs, none of which is rejected.
     """
 
     concurrencies: tuple[int, ...]
     dilation: float
     grid: Mapping[str, Floats] | None
     output: Path
-    kept: tuple[Point, ...] = ()
+    resumed_points: tuple[Point, ...] = ()
     quick: bool = False
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def remaining_concurrencies(self) -> tuple[int, ...]:
         """The concurrencies that are to be run."""
-        return tuple(sorted(set(self.concurrencies) - {point.concurrency for point in self.kept}))
+        return tuple(
+            sorted(set(self.concurrencies) - {point.concurrency for point in self.resumed_points})
+        )
 
     @property
     def output_tokens(self) -> int:
@@ -72,7 +74,7 @@ class EnvelopeOptions:
         return 192 if self.quick else 1024
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """The fewest output tokens of a run: with fewer, the draws decide the result."""
         return 192 if self.quick else 4096
 
@@ -87,24 +89,24 @@ class EnvelopeOptions:
         return 1.0 if self.quick else LATE_SHARE_MAX
 
 
-@preferred()
+@raised_priority()
 def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     """Runs everything and writes result.json and envelope.png.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
-    points = list(options.kept)
+    points = list(options.resumed_points)
     source = load_step_costs(TABLE, GAMMAS).source
     with ExitStack() as stack:
         place = stack.enter_context(Workplace.temporary(options.output, "envelope"))
         sweep = _Sweep(place, terminal, stack, options)
-        if options.missing:
+        if options.remaining_concurrencies:
             sweep.start((STEERED, OFF))
-        for concurrency in options.missing:
-            points.append(sweep.point(concurrency))
+        for concurrency in options.remaining_concurrencies:
+            points.append(sweep.run_point(concurrency))
             points.sort(key=lambda point: point.concurrency)
             document = {
                 **facts,
                 "seconds": round(time.monotonic() - started, 1),
-                "label": shown.label(source),
+                "label": report.label(source),
                 "dilation": options.dilation,
                 "quick": options.quick,
                 "points": as_json(points),
@@ -112,8 +114,8 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
             # Written after every concurrency, so that a later failure loses no result.
             write_result(document, options.output)
         sweep.stop()
-    shown.draw(points, options.grid, source, options.output / "envelope.png")
-    shown.show(points, source, terminal)
+    report.draw(points, options.grid, source, options.output / "envelope.png")
+    report.show(points, source, terminal)
     return tuple(points)
 
 
@@ -132,15 +134,15 @@ class _Sweep(PacedHarness):
         self._options = options
         self._costs = pace.costs()
 
-    def point(self, concurrency: int) -> Point:
+    def run_point(self, concurrency: int) -> Point:
         """Runs a concurrency: off, the best arm of each drafter, and steered."""
         options = self._options
         rates = table_rates(self._costs, concurrency)
-        self.dilation = dilation_at(options.dilation, self._costs, concurrency)
+        self.dilation = dilation_for(options.dilation, self._costs, concurrency)
         self._write_dilation()
         self._terminal.heading(f"{concurrency} at a time, dilation {self.dilation:g}")
-        tokens, least = options.output_tokens, options.least_tokens
-        stream = closed_loop("envelope", concurrency, least, tokens)
+        tokens, min_tokens = options.output_tokens, options.min_tokens
+        stream = closed_loop("envelope", concurrency, min_tokens, tokens)
         # Without speculation nothing is drawn, so a few steps at the same context tell the rate.
         plain = closed_loop("off", concurrency, 1, tokens // 4, tokens // 2 - tokens // 8)
         warm_up = closed_loop("warm-up", concurrency, 1, tokens // 2)
@@ -148,7 +150,7 @@ class _Sweep(PacedHarness):
         with ExitStack() as stack, ForeignLoad() as load:
             runs[OFF] = self._run(OFF, PLAIN, plain)
             sidecar = self._start_fresh_sidecar(stack)
-            with self._terminal.working("profile"):
+            with self._terminal.show_progress("profile"):
                 profile = measure_profile(
                     self._place, self._engines[STEERED], sidecar, options.profile_seconds,
                     "--force", "--batch-sizes", str(concurrency),
@@ -159,7 +161,7 @@ class _Sweep(PacedHarness):
                 name = self.setting.own_drafter if drafter == OWN else drafter
                 with sidecar.pinned(arm.gamma, name):
                     runs[policy] = self._run(policy, arm, stream)
-            with self._terminal.working("warming up"):
+            with self._terminal.show_progress("warming up"):
                 self.play_once(STEERED, warm_up)
             runs[STEERED] = self._run(STEERED, None, stream)
             sidecar.status()  # raises if the sidecar has ended meanwhile
@@ -169,7 +171,7 @@ class _Sweep(PacedHarness):
         """Starts a sidecar whose decisions take as long in the model's time as on a real GPU."""
         variables = dilated_planner(self.dilation)
         child = stack.enter_context(launch_sidecar(self._place, environment=variables))
-        child.prefer()
+        child.raise_priority()
         sidecar = stack.enter_context(SidecarHandle(self._place.address, STEERED))
         wait_serving(child, sidecar)
         self._engines[STEERED].wait_ready(engines.READY_SECONDS, sidecar=sidecar)
@@ -181,18 +183,19 @@ class _Sweep(PacedHarness):
         Raises HarnessError when the second play was late too.
         """
         (phase,) = stream.phases
-        text = policy if arm is None else f"{policy}: {name_of(arm)}"
+        text = policy if arm is None else f"{policy}: {arm_name(arm)}"
         for _ in range(2):
-            with self._terminal.working(text) as work:
+            with self._terminal.show_progress(text) as work:
                 steps = self.play_once(OFF if policy == OFF else STEERED, stream).decode_steps
-                found = measure(policy, arm, steps, phase.concurrency, self.dilation)
+                measured_run = measure(policy, arm, steps, phase.concurrency, self.dilation)
                 work.result = (
-                    f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"
+                    f"{measured_run.rate:.0f} tokens/s, {measured_run.steps} steps, "
+                    f"{measured_run.late_share:.1%} late"
                 )
-            if found.late_share <= self._options.late_share_max:
-                return found
-        larger = dilation_to_try(self._options.dilation, found, self.dilation)
+            if measured_run.late_share <= self._options.late_share_max:
+                return measured_run
+        larger = suggest_dilation(self._options.dilation, measured_run, self.dilation)
         raise HarnessError(
-            f"{policy} at {phase.concurrency}: {found.late_share:.1%} of the steps took the "
+            f"{policy} at {phase.concurrency}: {measured_run.late_share:.1%} of the steps took the "
             f"machine longer than their pace allows, twice; try --dilation {larger}"
         )

@@ -23,7 +23,7 @@ def install(*, host_lengths: bool) -> None:
         amx.IntelAMXAttnBackend: {
             "init_cuda_graph_state": _init_state,
             "get_cuda_graph_seq_len_fill_value": lambda _: 1,
-            "init_forward_metadata_out_graph": _fill,
+            "init_forward_metadata_out_graph": _fill_metadata,
             "update_verify_buffers_to_fill_after_draft": lambda *_: None,
             "needs_cpu_seq_lens": host_lengths,
             "init_forward_metadata": _with_checked_width(
@@ -32,7 +32,7 @@ def install(*, host_lengths: bool) -> None:
         },
         amx.IntelAMXMultiStepDraftBackend: {
             "init_cuda_graph_state": _init_chain_state,
-            "init_forward_metadata_out_graph": _fill_chain,
+            "init_forward_metadata_out_graph": _fill_chain_metadata,
             "init_forward_metadata_in_graph": lambda *_: None,
             "on_after_cuda_graph_warmup": lambda *_: None,
             "needs_cpu_seq_lens": host_lengths,
@@ -70,7 +70,7 @@ def _init_state(backend: Any, max_bs: int, max_num_tokens: int) -> None:
     backend.graph_rows = torch.arange(max_bs, dtype=torch.int32)
 
 
-def _fill(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:
+def _fill_metadata(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:
     """Fills the metadata of a pass that a graph is about to run, or to record."""
     size, mode, spec = forward_batch.batch_size, forward_batch.forward_mode, forward_batch.spec_info
     lengths = forward_batch.seq_lens[:size]
@@ -106,7 +106,7 @@ def _init_chain_state(chain: Any, max_bs: int, max_num_tokens: int) -> None:
     chain.graph_seq_lens = [torch.ones(max_bs, dtype=torch.int64) for _ in chain.attn_backends]
 
 
-def _fill_chain(chain: Any, forward_batch: Any, in_capture: bool = False) -> None:
+def _fill_chain_metadata(chain: Any, forward_batch: Any, in_capture: bool = False) -> None:
     """Fills the metadata of every draft step of a chain."""
     size = forward_batch.batch_size
     lengths = forward_batch.seq_lens[:size]

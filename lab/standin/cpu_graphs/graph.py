@@ -19,7 +19,7 @@ from cpu_graphs import recorder
 from cpu_graphs.recorder import CaptureError, Recording
 
 # Aliases that all graphs together hold of a storage, by its address.
-_held: Final[Counter[int]] = Counter()
+_alias_counts: Final[Counter[int]] = Counter()
 
 
 class GraphMemoryError(RuntimeError):
@@ -39,7 +39,7 @@ class Graph:
         """Takes a finished recording."""
         self._recording = recording
         for (storage, *_), alias in recording.aliases.items():
-            _held[storage] += 1
+            _alias_counts[storage] += 1
             if storage not in recording.made:
                 self._inputs[storage] = (alias.untyped_storage().data_ptr(), alias)
 
@@ -94,7 +94,7 @@ class Graph:
             aliases = {storage: alias for (storage, *_), alias in recording.aliases.items()}
             # Only now: what a capture returns has its owner once the capture is over.
             self._intermediates = [
-                _whole(alias)
+                _whole_storage(alias)
                 for storage, alias in aliases.items()
                 if storage in recording.made and not _has_owner(storage)
             ]
@@ -123,9 +123,9 @@ def is_capturing() -> bool:
 
 
 def _release(storage: int) -> None:
-    _held[storage] -= 1
-    if not _held[storage]:
-        del _held[storage]
+    _alias_counts[storage] -= 1
+    if not _alias_counts[storage]:
+        del _alias_counts[storage]
 
 
 def _has_owner(storage: int) -> bool:
@@ -133,12 +133,12 @@ def _has_owner(storage: int) -> bool:
 
     torch's own wrapper, which asking a tensor for its storage has made, counts as one more.
     """
-    return torch._C._storage_Use_Count(storage) > _held[storage] + 1
+    return torch._C._storage_Use_Count(storage) > _alias_counts[storage] + 1
 
 
-def _whole(alias: Tensor) -> Tensor:
+def _whole_storage(alias: Tensor) -> Tensor:
     storage = alias.untyped_storage()
-    _held[storage._cdata] += 1
+    _alias_counts[storage._cdata] += 1
     size = storage.nbytes() // alias.itemsize
     with torch.inference_mode(False):
         return torch.empty(0, dtype=alias.dtype).set_(storage, 0, (size,), (1,))

@@ -23,7 +23,7 @@ _PLUGIN = "/engine_shim/sglang/"
 class Patcher(Protocol):
     """Sets attributes, as `setattr` and pytest's monkeypatch do."""
 
-    def __call__(self, of: Any, name: str, value: Any, /) -> None:
+    def __call__(self, target: Any, name: str, value: Any, /) -> None:
         """Sets one attribute."""
 
 
@@ -32,12 +32,12 @@ class LateEvent:
 
     def __init__(self, stream: LateStream, place: int) -> None:
         self._stream, self._place = stream, place
-        self._due = stream.asked + stream.asks
+        self._due = stream.query_count + stream.queries_until_due
 
     def query(self) -> bool:
         """Whether all that the stream was given before has run."""
-        self._stream.asked += 1
-        if self._stream.asked < self._due:
+        self._stream.query_count += 1
+        if self._stream.query_count < self._due:
             return False
         self.synchronize()
         return True
@@ -50,14 +50,15 @@ class LateEvent:
 class LateStream:
     """Takes the place of a stream of the plugin.
 
-    asks: number of queries after which a new event has occurred.  asked: queries so far.
+    queries_until_due: number of queries after which a new event has occurred.  query_count: queries
+    so far.
     """
 
-    def __init__(self, asks: int) -> None:
-        self.asks, self.asked = asks, 0
+    def __init__(self, queries_until_due: int) -> None:
+        self.queries_until_due, self.query_count = queries_until_due, 0
         self._nodes: deque[recorder.Node] = deque()
         self._has_waited = False
-        self._given = self._ran = 0
+        self._submitted = self._completed = 0
 
     def wait_stream(self, _: object) -> None:
         """Notes the wait.  There is nothing to wait for: the work of other streams has run."""
@@ -65,9 +66,9 @@ class LateStream:
 
     def record_event(self) -> LateEvent:
         """Returns the event of all work that was given so far."""
-        return LateEvent(self, self._given)
+        return LateEvent(self, self._submitted)
 
-    def give(self, nodes: list[recorder.Node]) -> None:
+    def submit(self, nodes: list[recorder.Node]) -> None:
         """Takes what is to run later.
 
         Raises RuntimeError if the stream has not waited for the steps' stream, which may not have
@@ -80,44 +81,44 @@ class LateStream:
             for tensor in node.outputs or node.arguments[:1]:
                 tensor.fill_(recorder.garbage(tensor.dtype))
         self._nodes.extend(nodes)
-        self._given += len(nodes)
+        self._submitted += len(nodes)
 
     def run(self, place: int) -> None:
         """Runs what was given up to there, in order."""
         with torch.no_grad():
-            while self._ran < place:
+            while self._completed < place:
                 self._nodes.popleft().run()
-                self._ran += 1
+                self._completed += 1
 
 
-def install(asks: int, set_attribute: Patcher = setattr) -> None:
+def install(queries_until_due: int, set_attribute: Patcher = setattr) -> None:
     """Has streams that the plugin makes from now on run late, and the plugin expect that of a CPU.
 
-    asks: how often the events of a stream are asked for until a new one has occurred.
+    queries_until_due: how often the events of a stream are asked for until a new one has occurred.
     """
     from engine_shim.sglang.api import transfer
 
     cpu: Any = torch.cpu
     stream_of, context_of = cpu.Stream, cpu.stream
 
-    def made(*arguments: Any, **keywords: Any) -> Any:
+    def make_stream(*arguments: Any, **keywords: Any) -> Any:
         if _PLUGIN in sys._getframe(1).f_code.co_filename:
-            return LateStream(asks)
+            return LateStream(queries_until_due)
         return stream_of(*arguments, **keywords)
 
-    def context(stream: Any) -> AbstractContextManager[Any]:
+    def open_stream(stream: Any) -> AbstractContextManager[Any]:
         if isinstance(stream, LateStream):
-            return _recorded(stream)
-        found: AbstractContextManager[Any] = context_of(stream)
-        return found
+            return _record_work(stream)
+        context_manager: AbstractContextManager[Any] = context_of(stream)
+        return context_manager
 
-    set_attribute(cpu, "Stream", made)
-    set_attribute(cpu, "stream", context)
+    set_attribute(cpu, "Stream", make_stream)
+    set_attribute(cpu, "stream", open_stream)
     set_attribute(transfer, "is_asynchronous", lambda _: True)
 
 
 @contextmanager
-def _recorded(stream: LateStream) -> Iterator[None]:
+def _record_work(stream: LateStream) -> Iterator[None]:
     with recorder.Recording() as recording:
         yield
-    stream.give(recording.nodes)
+    stream.submit(recording.nodes)

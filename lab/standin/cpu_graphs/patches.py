@@ -20,7 +20,7 @@ from cpu_graphs import attention, graph, recorder
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
-def graphs_wanted() -> bool:
+def graphs_enabled() -> bool:
     """Whether CPU_ENGINE_GRAPHS asks for graphs."""
     return os.environ.get("CPU_ENGINE_GRAPHS") == "1"
 
@@ -35,7 +35,7 @@ def install() -> None:
         return
     if overlaps:
         _gather_for_overlap()
-    if graphs_wanted():
+    if graphs_enabled():
         _patch_torch()
         _patch_sglang()
         attention.install(host_lengths=os.environ.get("CPU_ENGINE_HOST_LENGTHS") != "0")
@@ -61,8 +61,13 @@ def _gather_for_overlap() -> None:
     """Replaces a Triton kernel by what it computes."""
     from sglang.srt.managers import overlap_utils
 
-    def gather(at: Any, p: Any, index: Any, tokens: Any, hidden: Any) -> tuple[Any, ...]:
-        return p[at], index[at], tokens[at], None if hidden is None else hidden[at]
+    def gather(request_rows: Any, p: Any, index: Any, tokens: Any, hidden: Any) -> tuple[Any, ...]:
+        return (
+            p[request_rows],
+            index[request_rows],
+            tokens[request_rows],
+            None if hidden is None else hidden[request_rows],
+        )
 
     overlap_utils.gather_spec_extras = gather
 
@@ -119,18 +124,18 @@ def record_triton() -> None:
     launch = GridExecutor.__call__
 
     def record_or_launch(executor: Any, *arguments: Any, **keywords: Any) -> None:
-        def again(*arguments: Any, **keywords: Any) -> None:
+        def launch_again(*arguments: Any, **keywords: Any) -> None:
             launch(executor, *arguments, **keywords)
 
-        again.__name__ = executor.fn.__name__
-        recorder.run_kernel(again, arguments, keywords)
+        launch_again.__name__ = executor.fn.__name__
+        recorder.run_kernel(launch_again, arguments, keywords)
 
     type.__setattr__(GridExecutor, "__call__", record_or_launch)
 
 
 def copy_rows(
-    to: torch.Tensor,
-    of: torch.Tensor,
+    target: torch.Tensor,
+    source_rows: torch.Tensor,
     _dim: int,
     offset: torch.Tensor,
     count: torch.Tensor,
@@ -138,14 +143,15 @@ def copy_rows(
 ) -> None:
     """Copies the first ``count`` rows, as SGLang's kernel for data-parallel attention does.
 
-    offset: row of ``of`` to read from, or of ``to`` to write at.  Both are read on the device only.
+    offset: row of ``source_rows`` to read from, or of ``target`` to write at.  Both are read on the
+    device only.
     """
-    rows = torch.arange(len(to))
+    rows = torch.arange(len(target))
     first = torch.zeros_like(offset) if offset_in_source else offset
-    wanted = (rows >= first) & (rows < first + count)
+    is_copied = (rows >= first) & (rows < first + count)
     source = rows + offset if offset_in_source else rows - offset
-    found = of.index_select(0, source.clamp(min=0, max=len(of) - 1))
-    to.copy_(torch.where(wanted.view(-1, *[1] * (to.ndim - 1)), found, to))
+    selected = source_rows.index_select(0, source.clamp(min=0, max=len(source_rows) - 1))
+    target.copy_(torch.where(is_copied.view(-1, *[1] * (target.ndim - 1)), selected, target))
 
 
 @contextmanager
@@ -163,10 +169,10 @@ def _runner_class(
     """Selects the runner that SGLang selects on CUDA, by the table that its question names."""
     from sglang.srt.speculative import eagle_worker_v2 as module
 
-    asked = builtin_runner_cls.__code__.co_freevars
-    if "Device2DraftCudaGraphRunner" in asked:
+    closure_names = builtin_runner_cls.__code__.co_freevars
+    if "Device2DraftCudaGraphRunner" in closure_names:
         return module.EAGLEDraftCudaGraphRunner
-    if "Device2ExtendCudaGraphRunner" in asked:
+    if "Device2ExtendCudaGraphRunner" in closure_names:
         return module.EAGLEDraftExtendCudaGraphRunner
     return builtin_runner_cls()
 

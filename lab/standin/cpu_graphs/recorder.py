@@ -64,16 +64,16 @@ class Node:
 
     def run(self) -> None:
         """Runs the operator again on the same memory."""
-        found = self.function(*self.arguments, **self.keywords)
+        results = self.function(*self.arguments, **self.keywords)
         if self.outputs:
-            for old, new in zip(self.outputs, tensors_of(found), strict=True):
+            for old, new in zip(self.outputs, tensors_of(results), strict=True):
                 old.copy_(new)
 
 
 class Recording(TorchDispatchMode):
     """Records the operators that run while the context is open.
 
-    nodes: what ran, in order.  made: addresses of the storages that were allocated meanwhile.
+    nodes: what ran, in order.  allocated: addresses of the storages that were allocated meanwhile.
     aliases: every recorded tensor, as an alias that keeps the memory and not the tensor alive, by
     its view of that memory.
     """
@@ -81,7 +81,7 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.made: set[int] = set()
+        self.allocated: set[int] = set()
         self.aliases: dict[tuple[Any, ...], Tensor] = {}
         # Numbers that a kernel takes by value.
         self._numbers: list[Tensor] = []
@@ -124,13 +124,15 @@ class Recording(TorchDispatchMode):
             arguments = (*arguments[:2], self._number(arguments[2]), *arguments[3:])
         output = function(*arguments, **keywords)
         if name.startswith("c10d"):
-            self._add(_waited_for(function), arguments, keywords, [], name)
+            self._add(_blocking_collective(function), arguments, keywords, [], name)
             return output
-        given = {_storage(tensor) for tensor in tensors_of((arguments, keywords))}
+        input_storages = {_storage(tensor) for tensor in tensors_of((arguments, keywords))}
         results = tensors_of(output)
-        self.made.update(_storage(tensor) for tensor in results if _storage(tensor) not in given)
+        self.allocated.update(
+            _storage(tensor) for tensor in results if _storage(tensor) not in input_storages
+        )
         is_mutable = function._schema.is_mutable
-        is_view = not is_mutable and all(_storage(tensor) in given for tensor in results)
+        is_view = not is_mutable and all(_storage(tensor) in input_storages for tensor in results)
         if not name.startswith(_ALLOCATIONS) and not (results and is_view):
             self._add(function, arguments, keywords, [] if is_mutable else results, name)
         return output
@@ -145,12 +147,12 @@ class Recording(TorchDispatchMode):
                 output = function(*arguments, **keywords)
         finally:
             self._is_inside_kernel = False
-        given = {_storage(tensor) for tensor in tensors_of((arguments, keywords))}
+        input_storages = {_storage(tensor) for tensor in tensors_of((arguments, keywords))}
         results = tensors_of(output)
-        new = [tensor for tensor in results if _storage(tensor) not in given]
+        new = [tensor for tensor in results if _storage(tensor) not in input_storages]
         if new and len(new) < len(results):
             raise CaptureError(f"{function.__name__} returns both new and given tensors")
-        self.made.update(map(_storage, new))
+        self.allocated.update(map(_storage, new))
         self._add(function, arguments, keywords, new, function.__name__)
         return output
 
@@ -182,12 +184,12 @@ class Recording(TorchDispatchMode):
         storage = tensor.untyped_storage()
         shape = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         key = (storage._cdata, *shape)
-        found = self.aliases.get(key)
-        if found is None:
+        alias = self.aliases.get(key)
+        if alias is None:
             with _disable_current_modes(), torch.inference_mode(False):
-                found = torch.empty(0, dtype=tensor.dtype).set_(storage, *shape[:-1])
-            self.aliases[key] = found
-        return found
+                alias = torch.empty(0, dtype=tensor.dtype).set_(storage, *shape[:-1])
+            self.aliases[key] = alias
+        return alias
 
 
 def run_kernel(
@@ -224,14 +226,18 @@ def waiting_reason(
     name = getattr(function, "__name__", "")
     if name in _WAITING_FUNCTIONS:
         return name
-    if name == "to" and any(one == "cpu" for one in (*arguments[1:], *keywords.values())):
+    if name == "to" and any(argument == "cpu" for argument in (*arguments[1:], *keywords.values())):
         return "to('cpu')"
     if name == "tensor" and "device" in keywords:
         return "tensor(list, device=...)"
     if name in ("__getitem__", "__setitem__"):
         return _index_reason(arguments[1], *arguments[2:])
     if name == "repeat_interleave" and "output_size" not in keywords:
-        repeats = [one for one in (*arguments[1:], *keywords.values()) if isinstance(one, Tensor)]
+        repeats = [
+            argument
+            for argument in (*arguments[1:], *keywords.values())
+            if isinstance(argument, Tensor)
+        ]
         return "repeat_interleave(tensor) without output_size" if repeats else None
     return None
 
@@ -281,7 +287,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _waited_for(function: Callable[..., Any]) -> Callable[..., None]:
+def _blocking_collective(function: Callable[..., Any]) -> Callable[..., None]:
     """Makes a collective that has ended when it returns."""
 
     def collective(*arguments: Any, **keywords: Any) -> None:

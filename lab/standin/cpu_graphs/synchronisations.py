@@ -26,7 +26,7 @@ _WRAPPERS = "around_"
 # What stands for kernels of a device, and what prepares their arguments on a CPU only.
 _DEVICE_CODE = ("/sgl_kernel/", "/intel_amx_backend.py")
 # An engine that starts has no requests yet.
-_STARTS = ("around_init_model_worker",)
+_START_FUNCTIONS = ("around_init_model_worker",)
 # SGLang computes on CUDA in one kernel what this function does with several operators elsewhere.
 _ONE_KERNEL = ("set_kv_buffer_prefix_valid",)
 
@@ -40,7 +40,7 @@ class Synchronisations(TorchFunctionMode):
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = Path(path)
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(
         self,
@@ -52,30 +52,30 @@ class Synchronisations(TorchFunctionMode):
         keywords = keywords or {}
         reason = recorder.waiting_reason(function, arguments, keywords)
         if reason is not None:
-            place = _place(sys._getframe(1), reason)
+            place = _responsible_line(sys._getframe(1), reason)
             if place is not None:
                 self._count(f"{place}: {reason}")
         return function(*arguments, **keywords)
 
     def _count(self, entry: str) -> None:
-        self.found[entry] += 1
-        if self.found[entry].bit_count() == 1:
-            self._path.write_text(json.dumps(dict(self.found.most_common()), indent=1) + "\n")
+        self.counts[entry] += 1
+        if self.counts[entry].bit_count() == 1:
+            self._path.write_text(json.dumps(dict(self.counts.most_common()), indent=1) + "\n")
 
 
 def install(path: str) -> None:
     """Counts for the rest of this thread's life, which is the scheduler's main thread."""
-    found = Synchronisations(path)
-    found._path.write_text("{}\n")
-    found.__enter__()
+    counter = Synchronisations(path)
+    counter._path.write_text("{}\n")
+    counter.__enter__()
 
 
-def _place(frame: FrameType | None, reason: str) -> str | None:
+def _responsible_line(frame: FrameType | None, reason: str) -> str | None:
     """Names the plugin's line that is responsible; None if there is none."""
-    caller = found = None
+    caller = location = None
     while frame is not None:
         code = frame.f_code
-        if code.co_name in (*_STARTS, *_ONE_KERNEL) or any(
+        if code.co_name in (*_START_FUNCTIONS, *_ONE_KERNEL) or any(
             part in code.co_filename for part in _DEVICE_CODE
         ):
             return None
@@ -83,12 +83,12 @@ def _place(frame: FrameType | None, reason: str) -> str | None:
             caller = frame
             if _is_on_host(frame, reason):
                 return None
-        if _PLUGIN in code.co_filename and found is None and caller is not None:
+        if _PLUGIN in code.co_filename and location is None and caller is not None:
             if code.co_name.startswith(_WRAPPERS) and frame is not caller:
                 return None
-            found = _name(frame, caller)
+            location = _name(frame, caller)
         frame = frame.f_back
-    return found
+    return location
 
 
 def _is_on_host(frame: FrameType, reason: str) -> bool:

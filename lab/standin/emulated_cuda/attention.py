@@ -19,7 +19,7 @@ from torch import Tensor
 from emulated_cuda import triton_kernels
 
 # What SGLang passes for a variant that is not asked for.
-_PLAIN: Final[dict[str, tuple[Any, ...]]] = {
+_DEFAULT_VARIANTS: Final[dict[str, tuple[Any, ...]]] = {
     "logit_cap": (0.0, 0),
     "sinks": (None,),
     "xai_temperature_len": (-1,),
@@ -49,7 +49,9 @@ def install(decode: ModuleType, extend: ModuleType) -> None:
 
 def _replacement(kernel: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
     def attend(*arguments: Any, **keywords: Any) -> Any:
-        if any(keywords.get(name, usual[0]) not in usual for name, usual in _PLAIN.items()):
+        if any(
+            keywords.get(name, usual[0]) not in usual for name, usual in _DEFAULT_VARIANTS.items()
+        ):
             return original(*arguments, **keywords)
         with torch._C.DisableTorchFunction():
             return recorder.run_kernel(kernel, arguments, keywords)
@@ -81,8 +83,8 @@ def decode_attention(
     for row, (start, end) in enumerate(pairwise(ends)):
         slots = kv_indices[start:end]
         keys, values = k_buffer[slots], v_buffer[slots]
-        found = _attend(q[row : row + 1], keys, values, sm_scale * k_scale, None)
-        o[row : row + 1] = found.mul_(v_scale).view_as(o[row : row + 1])
+        attended = _attend(q[row : row + 1], keys, values, sm_scale * k_scale, None)
+        o[row : row + 1] = attended.mul_(v_scale).view_as(o[row : row + 1])
 
 
 def extend_attention(
@@ -120,23 +122,25 @@ def extend_attention(
             continue
         keys = torch.cat((k_buffer[cached] * k_scale, k_extend[first:last]))
         values = torch.cat((v_buffer[cached] * v_scale, v_extend[first:last]))
-        seen = torch.ones((new, prefix + new), dtype=torch.bool)
+        visible = torch.ones((new, prefix + new), dtype=torch.bool)
         if custom_mask is not None and masks is not None:
-            given = custom_mask[masks[row] : masks[row] + new * (prefix + new)]
-            seen[:, prefix:] = given.view(new, -1)[:, prefix:].bool()
+            tree_mask = custom_mask[masks[row] : masks[row] + new * (prefix + new)]
+            visible[:, prefix:] = tree_mask.view(new, -1)[:, prefix:].bool()
         elif is_causal:
-            seen[:, prefix:].tril_()
-        found = _attend(q_extend[first:last], keys, values, scale, seen)
-        o_extend[first:last] = found.view_as(o_extend[first:last])
+            visible[:, prefix:].tril_()
+        attended = _attend(q_extend[first:last], keys, values, scale, visible)
+        o_extend[first:last] = attended.view_as(o_extend[first:last])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None
+) -> Tensor:
     """Computes ``[queries, heads * head size]`` in float32; seen: ``[queries, keys]``."""
     count, heads, size = q.shape
     shared = keys.shape[1]
     grouped = q.float().view(count, shared, heads // shared, size).permute(1, 2, 0, 3)
     scores = (grouped.reshape(shared, -1, size) @ keys.float().permute(1, 2, 0)) * scale
-    if seen is not None:
-        scores.masked_fill_(~seen.repeat(heads // shared, 1), -torch.inf)
-    found = scores.softmax(-1) @ values.float().permute(1, 0, 2)
-    return found.view(shared, heads // shared, count, -1).permute(2, 0, 1, 3).reshape(count, -1)
+    if visible is not None:
+        scores.masked_fill_(~visible.repeat(heads // shared, 1), -torch.inf)
+    attended = scores.softmax(-1) @ values.float().permute(1, 0, 2)
+    return attended.view(shared, heads // shared, count, -1).permute(2, 0, 1, 3).reshape(count, -1)

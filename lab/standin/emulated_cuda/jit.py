@@ -47,10 +47,10 @@ def store_cache(
     outside = (indices < 0) | (indices >= size_limit)
     if bool(outside.any()):
         raise IndexError(f"a slot of the cache is not below {size_limit}: {indices.tolist()}")
-    kept = indices != reserved_skip_index
-    where = indices[kept].long()
-    k_cache[where] = k[kept].reshape(len(where), *k_cache.shape[1:])
-    v_cache[where] = v[kept].reshape(len(where), *v_cache.shape[1:])
+    is_stored = indices != reserved_skip_index
+    slots = indices[is_stored].long()
+    k_cache[slots] = k[is_stored].reshape(len(slots), *k_cache.shape[1:])
+    v_cache[slots] = v[is_stored].reshape(len(slots), *v_cache.shape[1:])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_neox: bool) -> None:
@@ -58,15 +58,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_neox: bool) -> None:
     size = 2 * cos.shape[-1]
     rotated = x[..., :size]
     if is_neox:
-        one, other = rotated[..., : size // 2], rotated[..., size // 2 :]
+        first, second = rotated[..., : size // 2], rotated[..., size // 2 :]
     else:
-        one, other = rotated[..., ::2], rotated[..., 1::2]
-    a, b = one.float(), other.float()
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    a, b = first.float(), second.float()
     cos, sin = cos[:, None].float(), sin[:, None].float()
     # In float32 these are the heads' own memory, so both are computed before one is written.
     turned = a * cos - b * sin, b * cos + a * sin
-    one.copy_(turned[0])
-    other.copy_(turned[1])
+    first.copy_(turned[0])
+    second.copy_(turned[1])
 
 
 def rotary_embedding(
@@ -101,9 +101,9 @@ def _run_rope_store(is_neox: bool) -> Callable[..., None]:
         cos_sin_cache: Tensor, positions: Tensor, out_loc: Tensor,
     ) -> None:  # fmt: skip
         rotate(q, k, cos_sin_cache, positions)
-        where = out_loc.long()
-        k_cache[where] = k.reshape(len(where), *k_cache.shape[1:])
-        v_cache[where] = v.reshape(len(where), *v_cache.shape[1:])
+        slots = out_loc.long()
+        k_cache[slots] = k.reshape(len(slots), *k_cache.shape[1:])
+        v_cache[slots] = v.reshape(len(slots), *v_cache.shape[1:])
 
     return run_rope_store
 

@@ -53,7 +53,7 @@ def install() -> None:
         _check_places(name, (*arguments, *keywords.values()))
         kernel = in_torch.get(name)
         with torch._C.DisableTorchFunction():
-            if kernel is None or not kernel.takes(executor, arguments, keywords):
+            if kernel is None or not kernel.accepts(executor, arguments, keywords):
                 launch(executor, *arguments, **keywords)
             else:
                 kernel.launch(executor, arguments, keywords)
@@ -81,25 +81,25 @@ class _TorchKernel:
     def __init__(self, run: Callable[[Grid, Arguments], None], **usual: Any) -> None:
         self._run, self._usual = run, usual
 
-    def takes(self, executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> bool:
-        named = _named(executor, arguments, keywords)
+    def accepts(self, executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> bool:
+        named = _bind_arguments(executor, arguments, keywords)
         return all(named[name] == value for name, value in self._usual.items())
 
     def launch(self, executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> None:
-        named = _named(executor, arguments, keywords)
+        named = _bind_arguments(executor, arguments, keywords)
         grid = executor.grid(named) if callable(executor.grid) else executor.grid
 
-        def again(named: Arguments) -> None:
+        def run_again(named: Arguments) -> None:
             self._run(grid, named)
 
-        again.__name__ = executor.fn.__name__
-        recorder.run_kernel(again, (named,), {})
+        run_again.__name__ = executor.fn.__name__
+        recorder.run_kernel(run_again, (named,), {})
 
 
-def _named(executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> Arguments:
-    known = inspect.signature(executor.fn).parameters
-    kept = {name: value for name, value in keywords.items() if name in known}
-    return inspect.getcallargs(executor.fn, *arguments, **kept)
+def _bind_arguments(executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> Arguments:
+    parameters = inspect.signature(executor.fn).parameters
+    known_keywords = {name: value for name, value in keywords.items() if name in parameters}
+    return inspect.getcallargs(executor.fn, *arguments, **known_keywords)
 
 
 def _copy_small(grid: Grid, named: Arguments) -> None:
@@ -108,11 +108,11 @@ def _copy_small(grid: Grid, named: Arguments) -> None:
     ):
         size, columns = named["sizes"][number], named["cols"][number]
         shape = (size // columns, columns)
-        to = target.as_strided(shape, tuple(named["dest_strides"][number]))
-        to.copy_(source.as_strided(shape, tuple(named["source_strides"][number])))
+        destination = target.as_strided(shape, tuple(named["dest_strides"][number]))
+        destination.copy_(source.as_strided(shape, tuple(named["source_strides"][number])))
 
 
-def _find_likeliest_partly(grid: Grid, named: Arguments) -> None:
+def _find_partial_argmax(grid: Grid, named: Arguments) -> None:
     rows, splits = grid[:2]
     block, size = named["BLOCK"], named["vocab_size"]
     logits = named["logits"].as_strided((rows, size), (named["logits_row_stride"], 1))
@@ -123,14 +123,14 @@ def _find_likeliest_partly(grid: Grid, named: Arguments) -> None:
         named["partial_indices"].view(rows, splits)[:, split] = (split * block + index).int()
 
 
-def _find_likeliest(grid: Grid, named: Arguments) -> None:
+def _find_argmax(grid: Grid, named: Arguments) -> None:
     rows = grid[0]
     splits = named["partial_vals"].view(rows, -1).argmax(dim=1, keepdim=True)
-    found = named["partial_indices"].view(rows, -1).gather(1, splits)[:, 0].long()
-    named["topk_index"].view(-1)[:rows] = found
+    indices = named["partial_indices"].view(rows, -1).gather(1, splits)[:, 0].long()
+    named["topk_index"].view(-1)[:rows] = indices
     named["topk_p"].view(-1)[:rows] = 1.0
     if named["WRITE_DRAFT_TOKEN"]:
-        named["draft_tokens"][:rows, named["draft_token_column"]] = found
+        named["draft_tokens"][:rows, named["draft_token_column"]] = indices
     named["positions"][:rows] += 1
 
 
@@ -149,9 +149,9 @@ def _list_slots(grid: Grid, named: Arguments) -> None:
         for name in ("req_pool_indices_ptr", "page_kernel_lens_ptr", "kv_indptr")
     )
     first = named["kv_start_idx"]
-    for number, (row, length, at) in enumerate(zip(rows, lengths, starts, strict=True)):
+    for number, (row, length, start) in enumerate(zip(rows, lengths, starts, strict=True)):
         begin = 0 if first is None else int(first[number])
-        out[at : at + length] = table[row, begin : begin + length].to(out.dtype)
+        out[start : start + length] = table[row, begin : begin + length].to(out.dtype)
 
 
 def _list_draft_slots(grid: Grid, named: Arguments) -> None:
@@ -167,11 +167,11 @@ def _list_draft_slots(grid: Grid, named: Arguments) -> None:
     for step in range(steps):
         slots = out.view(-1)[named["kv_indices_stride"] * step :]
         ends = pointers.view(-1)[named["kv_indptr_stride"] * step :]
-        at = 0
+        offset = 0
         for row, length in zip(rows, lengths, strict=True):
             count = length + step + 1
-            slots[at : at + count] = table[row, :count].to(out.dtype)
-            at += count
+            slots[offset : offset + count] = table[row, :count].to(out.dtype)
+            offset += count
         for number in range(1, size + 1):
             ends[number] = sum(positions[:number]) + number * (step + 1)
 
@@ -196,10 +196,10 @@ def _norm_and_rotate_keys(grid: Grid, named: Arguments) -> None:
     cos, sin = angles[:, None, :half], angles[:, None, half:rotary]
     first, second = wide[..., :half], wide[..., half:rotary]
     rotated = [first * cos - second * sin, second * cos + first * sin, wide[..., rotary:]]
-    for name, found in (("k", torch.cat(rotated, dim=-1)), ("v", values)):
+    for name, rows in (("k", torch.cat(rotated, dim=-1)), ("v", values)):
         strides = [named[f"{name}_out_stride_{axis}"] for axis in ("layer", "ctx", "head")]
         out = named[f"{name}_out_ptr"].as_strided((layers, tokens, heads, dim), (*strides, 1))
-        out.copy_(found)
+        out.copy_(rows)
 
 
 def _norm_and_rotate_in_place(grid: Grid, named: Arguments) -> None:
@@ -221,8 +221,8 @@ def _norm_and_rotate_in_place(grid: Grid, named: Arguments) -> None:
 
 
 _IN_TORCH: Final[dict[str, _TorchKernel]] = {
-    "_draft_topk1_finalize_kernel": _TorchKernel(_find_likeliest),
-    "_draft_topk1_partial_argmax_kernel": _TorchKernel(_find_likeliest_partly),
+    "_draft_topk1_finalize_kernel": _TorchKernel(_find_argmax),
+    "_draft_topk1_partial_argmax_kernel": _TorchKernel(_find_partial_argmax),
     "_fused_norm_rope_kernel_stacked": _TorchKernel(_norm_and_rotate_keys),
     "_small_copy_kernel": _TorchKernel(_copy_small),
     "_table_qk_norm_rope_kernel": _TorchKernel(_norm_and_rotate_in_place),

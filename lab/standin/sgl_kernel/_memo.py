@@ -50,7 +50,7 @@ class Memo(Generic[Derived]):
         if (
             table is not self._table
             or key != self._key
-            or not all(map(_same, inputs, self._inputs))
+            or not all(map(_is_same, inputs, self._inputs))
         ):
             copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
             self._derived = make()
@@ -58,7 +58,7 @@ class Memo(Generic[Derived]):
         return self._derived
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first.dtype == second.dtype and torch.equal(first, second)

@@ -40,28 +40,28 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
 
-def _least_rows(product: Callable[[int], Tensor]) -> int:
+def _min_aligned_rows(product: Callable[[int], Tensor]) -> int:
     """Returns from how many rows on ``product(rows)`` rounds a row alike."""
     with torch.inference_mode():
         reference = product(_PROBE_ROWS)
-        for least in _ROW_COUNTS:
-            counts = (least, least + 1, least + 3, 2 * least, 3 * least)
+        for row_count in _ROW_COUNTS:
+            counts = (row_count, row_count + 1, row_count + 3, 2 * row_count, 3 * row_count)
             if all(torch.equal(product(n), reference[:n]) for n in counts):
-                return least
+                return row_count
     return _ROW_COUNTS[-1]
 
 
 @cache
-def least_linear_rows(outputs: int, inputs: int) -> int:
+def min_linear_rows(outputs: int, inputs: int) -> int:
     """Returns the least rows for ``F.linear`` with a weight ``[outputs, inputs]``."""
     weight, x = _draw(min(outputs, _PROBE_OUTPUTS), inputs), _draw(_PROBE_ROWS, inputs)
-    return _least_rows(lambda rows: F.linear(x[:rows].clone(), weight))
+    return _min_aligned_rows(lambda rows: F.linear(x[:rows].clone(), weight))
 
 
 @cache
-def least_attention_rows(head_size: int) -> int:
+def min_attention_rows(head_size: int) -> int:
     """Returns the least query rows for attention over a full key block."""
-    return _least_rows(lambda rows: _probe_attention(rows, KEY_BLOCK, head_size))
+    return _min_aligned_rows(lambda rows: _probe_attention(rows, KEY_BLOCK, head_size))
 
 
 def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
@@ -98,10 +98,12 @@ def safe_key_counts(head_size: int) -> tuple[int, ...]:
 @cache
 def padded_key_count(longest: int, head_size: int) -> int:
     """Returns how many key slots a batch is padded to; longest: tokens of its longest sequence."""
-    blocks, rest = divmod(longest, KEY_BLOCK)
-    if rest == 0 and blocks:
+    blocks, remainder = divmod(longest, KEY_BLOCK)
+    if remainder == 0 and blocks:
         return longest
-    return blocks * KEY_BLOCK + next(count for count in safe_key_counts(head_size) if count >= rest)
+    return blocks * KEY_BLOCK + next(
+        count for count in safe_key_counts(head_size) if count >= remainder
+    )
 
 
 # A larger mask (in numbers) is split: by sequence, then by runs of queries.
@@ -127,14 +129,14 @@ class Spans:
     starts: Tensor
     trees: Tensor | None = None
 
-    def pick(self, chosen: Tensor) -> Spans:
+    def pick(self, selection: Tensor) -> Spans:
         """Picks the spans of the chosen sequences."""
         return Spans(
-            self.requests[chosen],
-            self.lengths[chosen],
-            self.widths[chosen],
-            self.starts[chosen],
-            None if self.trees is None else self.trees[chosen],
+            self.requests[selection],
+            self.lengths[selection],
+            self.widths[selection],
+            self.starts[selection],
+            None if self.trees is None else self.trees[selection],
         )
 
 
@@ -198,12 +200,12 @@ def extend_tiles(
         spans = spans.pick(live)
     count, width = len(spans.widths), int(spans.widths.max())
 
-    def tile(part: Spans, steps: Tensor, *, whole: bool) -> Tile:
+    def tile(part: Spans, steps: Tensor, *, covers_pass: bool) -> Tile:
         keys = padded_key_count(int(part.lengths.max()), head_size)
         bias, spare = _bias(_visible(part, steps, keys, causal=causal), group, head_size)
         rows = _cache_rows(table, part.requests, part.lengths, keys)
         sizes = (len(part.widths), len(steps), keys)
-        if whole:
+        if covers_pass:
             slots = ((part.lengths - width)[:, None] + steps + _offsets(part, keys)).flatten()
             return Tile(*sizes, rows, bias, spare, slots)
         slots, placement = _place(part, steps, keys)
@@ -212,8 +214,8 @@ def extend_tiles(
     if count * group * width * int(spans.lengths.max()) <= LARGEST_MASK:
         in_order = torch.equal(spans.starts, torch.arange(count) * width)
         uniform = int(spans.widths.min()) == width
-        return [tile(spans, torch.arange(width), whole=in_order and uniform)]
-    return [tile(part, steps, whole=False) for part, steps in _split(spans)]
+        return [tile(spans, torch.arange(width), covers_pass=in_order and uniform)]
+    return [tile(part, steps, covers_pass=False) for part, steps in _split(spans)]
 
 
 def _split(spans: Spans) -> Iterator[tuple[Spans, Tensor]]:
@@ -255,7 +257,7 @@ def _bias(visible: Tensor, group: int, head_size: int) -> tuple[Tensor, int]:
     of the least one, the last run has that many too.
     """
     bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf")).repeat(1, group, 1)
-    spare = -bias.shape[1] % least_attention_rows(head_size)
+    spare = -bias.shape[1] % min_attention_rows(head_size)
     return torch.nn.functional.pad(bias, (0, 0, 0, spare)).unsqueeze(1), spare
 
 

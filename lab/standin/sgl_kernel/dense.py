@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._memo import Memo
 from ._registry import operator
-from ._tiles import least_linear_rows
+from ._tiles import min_linear_rows
 
 
 @operator
@@ -27,9 +27,9 @@ def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni
         bias = bias.to(x.dtype)
     if x.dtype == torch.float32:
         (outputs, inputs), rows = weight.shape, x.shape[0]
-        least = least_linear_rows(outputs, inputs)
-        if 0 < rows < least:
-            repeated = torch.cat((x,) * -(-least // rows))
+        min_rows = min_linear_rows(outputs, inputs)
+        if 0 < rows < min_rows:
+            repeated = torch.cat((x,) * -(-min_rows // rows))
             # resize_ keeps the leading rows and, unlike a slice, makes no view to keep track of.
             return F.linear(repeated, weight, bias).resize_(rows, outputs)
     return F.linear(x, weight, bias)
@@ -118,7 +118,9 @@ def silu_and_mul_cpu(x: Tensor) -> Tensor:
     return F.silu(gate.float()).mul_(up.float()).to(x.dtype)
 
 
-def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor, Tensor]:
+def _rotation_factors(
+    positions: Tensor, cos_sin_cache: Tensor, neox: bool
+) -> tuple[Tensor, Tensor]:
     """Returns factors of a number and of its partner, both float32 ``[tokens, 1, rotary_dim]``."""
     factors = cos_sin_cache.index_select(0, positions.flatten()).float()
     cos, sin = factors.unsqueeze(1).chunk(2, dim=-1)
@@ -127,7 +129,7 @@ def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor
     return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
 
 
-_turns_memo: Memo[tuple[Tensor, Tensor]] = Memo()
+_rotation_memo: Memo[tuple[Tensor, Tensor]] = Memo()
 
 
 @operator
@@ -149,22 +151,25 @@ def rotary_embedding_cpu(
             the second.
         is_neox: a number's partner is half a rotary_dim away (True), or its neighbour (False).
     """
-    by_itself, by_partner = _turns_memo.get(
-        cos_sin_cache, (positions,), (is_neox,), lambda: _turns(positions, cos_sin_cache, is_neox)
+    own_factors, partner_factors = _rotation_memo.get(
+        cos_sin_cache,
+        (positions,),
+        (is_neox,),
+        lambda: _rotation_factors(positions, cos_sin_cache, is_neox),
     )
     flat = torch.cat((query.flatten(1), key.flatten(1)), -1)
     heads = flat.view(flat.shape[0], flat.shape[1] // head_size, head_size)
-    rotary = by_itself.shape[-1]
-    turned = (heads if rotary == head_size else heads[..., :rotary]).float()
+    rotary = own_factors.shape[-1]
+    rotated = (heads if rotary == head_size else heads[..., :rotary]).float()
     if is_neox:
-        partner = turned.roll(rotary // 2, -1)
+        partner = rotated.roll(rotary // 2, -1)
     else:
-        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    turned = torch.addcmul(turned * by_itself, partner, by_partner).to(query.dtype)
+        partner = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    rotated = torch.addcmul(rotated * own_factors, partner, partner_factors).to(query.dtype)
     if rotary != head_size:
-        turned = torch.cat((turned, heads[..., rotary:]), -1)
+        rotated = torch.cat((rotated, heads[..., rotary:]), -1)
     widths = (math.prod(query.shape[1:]), math.prod(key.shape[1:]))
-    rotated_query, rotated_key = torch.split_with_sizes(turned.view(flat.shape), widths, -1)
+    rotated_query, rotated_key = torch.split_with_sizes(rotated.view(flat.shape), widths, -1)
     return rotated_query.view(query.shape), rotated_key.view(key.shape)
 
 
@@ -188,18 +193,18 @@ def multimodal_rotary_embedding_cpu(
         interleaved: the three take turns, and time has what is left; else one follows the other.
     """
     if positions.dim() == 1 or not sections:
-        at = positions if positions.dim() == 1 else positions[0]
-        turned = rotary_embedding_cpu(at, query, key, head_size, cos_sin_cache, is_neox)
+        time_positions = positions if positions.dim() == 1 else positions[0]
+        turned = rotary_embedding_cpu(time_positions, query, key, head_size, cos_sin_cache, is_neox)
     else:
         cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
         axis = torch.zeros(cos.shape[-1], dtype=torch.int64)
-        for which, size in enumerate(sections):
+        for section, size in enumerate(sections):
             if interleaved:
-                axis[which : 3 * size : 3] = which
+                axis[section : 3 * size : 3] = section
             else:
-                axis[sum(sections[:which]) :][:size] = which
-        own = torch.arange(cos.shape[-1])
-        cache = torch.cat((cos[axis, :, own].T, sin[axis, :, own].T), -1)
+                axis[sum(sections[:section]) :][:size] = section
+        columns = torch.arange(cos.shape[-1])
+        cache = torch.cat((cos[axis, :, columns].T, sin[axis, :, columns].T), -1)
         rows = torch.arange(positions.shape[1])
         turned = rotary_embedding_cpu(rows, query, key, head_size, cache, is_neox)
     query.copy_(turned[0])

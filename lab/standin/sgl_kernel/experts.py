@@ -35,7 +35,7 @@ def topk_softmax_cpu(
         Weights (float32) and experts (int32), both ``[tokens, topk]``.
     """
     scores = gating_output.float().softmax(-1)
-    return _chosen(scores, correction_bias, topk, renormalize)
+    return _choose_experts(scores, correction_bias, topk, renormalize)
 
 
 @operator
@@ -47,10 +47,10 @@ def topk_sigmoid_cpu(
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses ``topk`` experts by the sigmoid of their scores; see ``topk_softmax_cpu``."""
-    return _chosen(gating_output.float().sigmoid(), correction_bias, topk, renormalize)
+    return _choose_experts(gating_output.float().sigmoid(), correction_bias, topk, renormalize)
 
 
-def _chosen(
+def _choose_experts(
     scores: Tensor, bias: Tensor | None, topk: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
     corrected = scores if bias is None else scores + bias
@@ -94,14 +94,14 @@ def biased_grouped_topk_cpu(
     corrected = scores + correction_bias
     groups = corrected.view(tokens, num_expert_group, -1)
     best = groups.topk(2, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool)
-    kept.scatter_(1, best.topk(topk_group, dim=-1).indices, True)
-    outside = ~kept.repeat_interleave(experts // num_expert_group, 1)
-    chosen = corrected.masked_fill(outside, float("-inf")).topk(topk, dim=-1).indices
-    weights = _normalised(scores.gather(-1, chosen), renormalize)
+    is_kept = torch.zeros_like(best, dtype=torch.bool)
+    is_kept.scatter_(1, best.topk(topk_group, dim=-1).indices, True)
+    outside = ~is_kept.repeat_interleave(experts // num_expert_group, 1)
+    chosen_experts = corrected.masked_fill(outside, float("-inf")).topk(topk, dim=-1).indices
+    weights = _normalised(scores.gather(-1, chosen_experts), renormalize)
     if routed_scaling_factor is not None:
         weights = weights * routed_scaling_factor
-    return weights, chosen.int()
+    return weights, chosen_experts.int()
 
 
 @operator

@@ -30,8 +30,8 @@ def store_cache_cpu(
             to their dtype.
         indices: ``[tokens]`` slots, distinct.
     """
-    for given, cache in ((key, key_cache), (value, value_cache)):
-        rows = given if given.dtype == cache.dtype else given.to(cache.dtype)
+    for source, cache in ((key, key_cache), (value, value_cache)):
+        rows = source if source.dtype == cache.dtype else source.to(cache.dtype)
         if rows.shape[1:] == cache.shape[1:]:
             cache.index_copy_(0, indices, rows)
         else:

@@ -27,7 +27,7 @@ def _in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(x, (0, -size % _LANES)))[..., :size]
 
 
-def _convolved(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _convolve(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Convolves ``[..., d, width - 1 + T]`` with ``[d, width]`` to ``[..., d, T]``."""
     width = weight.shape[-1]
     tokens = windows.shape[-1] - width + 1
@@ -78,12 +78,14 @@ def causal_conv1d_fn_cpu(
     bounds = query_start_loc.tolist()
     for row, slot in enumerate(cache_indices.tolist()):
         first, end = bounds[row], bounds[row + 1]
-        before = conv_states[slot].to(x.dtype)
+        earlier_inputs = conv_states[slot].to(x.dtype)
         if not has_initial_state[row]:
-            before = torch.zeros_like(before)
-        windows = torch.cat((before, x[:, first:end]), -1)
-        out[:, first:end] = _convolved(windows, weight, bias, activation)
-        conv_states[slot] = windows[:, windows.shape[-1] - before.shape[-1] :].to(conv_states.dtype)
+            earlier_inputs = torch.zeros_like(earlier_inputs)
+        windows = torch.cat((earlier_inputs, x[:, first:end]), -1)
+        out[:, first:end] = _convolve(windows, weight, bias, activation)
+        conv_states[slot] = windows[:, windows.shape[-1] - earlier_inputs.shape[-1] :].to(
+            conv_states.dtype
+        )
     return out
 
 
@@ -121,21 +123,23 @@ def causal_conv1d_update_cpu(
     """
     _refuse_trees(retrieve_parent_token)
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
-    kept = conv_state_indices >= 0
+    is_live = conv_state_indices >= 0
     slots = conv_state_indices.clamp(min=0).long()
     windows = torch.cat((conv_state[slots].to(x.dtype), tokens), -1)
     size = conv_state.shape[-1]
     if intermediate_conv_window is None:
-        after = windows[..., windows.shape[-1] - size :].to(conv_state.dtype)
-        conv_state[slots[kept]] = after[kept]
+        last_inputs = windows[..., windows.shape[-1] - size :].to(conv_state.dtype)
+        conv_state[slots[is_live]] = last_inputs[is_live]
     else:
         assert intermediate_state_indices is not None
         rows = intermediate_state_indices[: len(slots)].long()
         for step in range(tokens.shape[-1]):
-            after = windows[..., step + 1 : step + 1 + size]
-            intermediate_conv_window[rows[kept], step] = after[kept].to(conv_state.dtype)
+            last_inputs = windows[..., step + 1 : step + 1 + size]
+            intermediate_conv_window[rows[is_live], step] = last_inputs[is_live].to(
+                conv_state.dtype
+            )
     # SGLang takes the result for a view of [sequences, T, d], as x is one.
-    return torch.empty_like(x).copy_(_convolved(windows, weight, bias, activation).reshape(x.shape))
+    return torch.empty_like(x).copy_(_convolve(windows, weight, bias, activation).reshape(x.shape))
 
 
 def _refuse_trees(parents: Tensor | None) -> None:
@@ -163,7 +167,9 @@ def _unit(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def _prepared(query: Tensor, key: Tensor, heads: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def _prepare_heads(
+    query: Tensor, key: Tensor, heads: int, normalise: bool
+) -> tuple[Tensor, Tensor]:
     """Returns queries and keys ``[tokens, heads, d]`` in float32, of unit length, repeated."""
     query, key = query[0].float(), key[0].float()
     if normalise:
@@ -173,7 +179,7 @@ def _prepared(query: Tensor, key: Tensor, heads: int, normalise: bool) -> tuple[
     return query.repeat_interleave(repeats, 1), key.repeat_interleave(repeats, 1)
 
 
-def _step(
+def _advance_state(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Takes one token of each sequence into its state.
@@ -182,8 +188,8 @@ def _step(
     ``value``: ``[sequences, heads, d_v]``; ``decay``, ``beta``: ``[sequences, heads]``.
     """
     state = state * _in_lanes(torch.exp, decay)[..., None, None]
-    known = (state * key.unsqueeze(-2)).sum(-1)
-    state = state + ((value - known) * beta.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
+    predicted = (state * key.unsqueeze(-2)).sum(-1)
+    state = state + ((value - predicted) * beta.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
     return state, (state * query.unsqueeze(-2)).sum(-1)
 
 
@@ -213,18 +219,18 @@ def chunk_gated_delta_rule_cpu(
     Returns:
         ``[1, tokens, heads, d_v]``, and two places for what only other kernels return.
     """
-    query, key = _prepared(q, k, v.shape[2], use_qk_l2norm_in_kernel)
+    query, key = _prepare_heads(q, k, v.shape[2], use_qk_l2norm_in_kernel)
     out = torch.empty_like(v)
     bounds = cu_seqlens.tolist()
     for row, slot in enumerate(initial_state_indices.tolist()):
         state = initial_state[slot : slot + 1].float()
-        for at in range(bounds[row], bounds[row + 1]):
-            token = slice(at, at + 1)
-            state, result = _step(
+        for position in range(bounds[row], bounds[row + 1]):
+            token = slice(position, position + 1)
+            state, result = _advance_state(
                 state, query[token], key[token], v[0, token].float(), g[0, token].float(),
                 beta[0, token].float(),
             )  # fmt: skip
-            out[0, at] = result[0].to(v.dtype)
+            out[0, position] = result[0].to(v.dtype)
         initial_state[slot] = state[0].to(initial_state.dtype)
     return out, None, None
 
@@ -274,30 +280,35 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         raise NotImplementedError("the stand-in has one gate for each head only")
     sequences = len(cu_seqlens) - 1
     indices = initial_state_indices[:sequences]
-    kept, slots = indices >= 0, indices.clamp(min=0).long()
+    is_live, slots = indices >= 0, indices.clamp(min=0).long()
     heads = v.shape[2]
     decay, beta = fused_gdn_gating_cpu(A_log, a.view(-1, heads), b.view(-1, heads), dt_bias)
-    query, key = _prepared(q, k, heads, use_qk_l2norm_in_kernel)
-    each = v.shape[1] // sequences
+    query, key = _prepare_heads(q, k, heads, use_qk_l2norm_in_kernel)
+    sequence_tokens = v.shape[1] // sequences
 
     def by_sequence(x: Tensor) -> Tensor:
-        return x.float().reshape(sequences, each, *x.shape[1:])
+        return x.float().reshape(sequences, sequence_tokens, *x.shape[1:])
 
     query, key, value = by_sequence(query), by_sequence(key), by_sequence(v[0])
     decay, beta = by_sequence(decay[0]), by_sequence(beta[0])
     state = initial_state_source[slots].float()
     out = torch.empty_like(value)
-    for at in range(each):
-        state, out[:, at] = _step(
-            state, query[:, at], key[:, at], value[:, at], decay[:, at], beta[:, at]
+    for position in range(sequence_tokens):
+        state, out[:, position] = _advance_state(
+            state,
+            query[:, position],
+            key[:, position],
+            value[:, position],
+            decay[:, position],
+            beta[:, position],
         )
         if intermediate_states_buffer is not None:
             assert intermediate_state_indices is not None
             rows = intermediate_state_indices[:sequences].long()
-            after = state[kept].to(intermediate_states_buffer.dtype)
-            intermediate_states_buffer[rows[kept], at] = after
+            next_state = state[is_live].to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[rows[is_live], position] = next_state
     if not disable_state_update:
-        initial_state_source[slots[kept]] = state[kept].to(initial_state_source.dtype)
+        initial_state_source[slots[is_live]] = state[is_live].to(initial_state_source.dtype)
     return out.view(v.shape).to(v.dtype)
 
 

@@ -47,14 +47,14 @@ def tree_speculative_sampling_target_only(
         threshold_acc: divides the probability of being accepted.
         deterministic: True always; the sums of a CPU have one order.
     """
-    most = accept_index.shape[1] - 1
+    max_accepted = accept_index.shape[1] - 1
     trees = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, uniform_samples)
     for row, (tokens, flat, child, sibling, coins) in enumerate(
         zip(*(tree.tolist() for tree in trees), strict=True)
     ):
         target, rejected = target_probs[row], draft_probs[row]
         path = [0]
-        while len(path) <= most:
+        while len(path) <= max_accepted:
             last, tried = path[-1], 0.0
             node = child[last]
             while node != -1:
@@ -69,9 +69,9 @@ def tree_speculative_sampling_target_only(
             predicts[flat[last]] = tokens[node]
             path.append(node)
         last = path[-1]
-        rest = (target[last] - rejected[last]).clamp(min=0)
+        residual = (target[last] - rejected[last]).clamp(min=0)
         coin = float(uniform_samples_for_final_sampling[row])
-        predicts[flat[last]] = _draw(rest, coin)
+        predicts[flat[last]] = _draw(residual, coin)
         accept_token_num[row] = len(path) - 1
         for place, node in enumerate(path):
             accept_index[row, place] = flat[node]
@@ -83,11 +83,11 @@ def _draw(weights: Tensor, coin: float) -> int:
     coin: in [0, 1).  Without any weight it is the last token, as on CUDA.
     """
     ends = weights.double().cumsum(0)
-    at = int(torch.searchsorted(ends, coin * ends[-1], right=True))
-    if at < len(weights):
-        return at
-    having = weights.nonzero()
-    return int(having[-1]) if len(having) else len(weights) - 1
+    index = int(torch.searchsorted(ends, coin * ends[-1], right=True))
+    if index < len(weights):
+        return index
+    nonzero = weights.nonzero()
+    return int(nonzero[-1]) if len(nonzero) else len(weights) - 1
 
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
     """
     descending = probs.sort(dim=-1, descending=True).values
     last = (top_ks.long() - 1).clamp(0, probs.shape[1] - 1)
-    return _from(probs, descending.gather(1, last[:, None]))
+    return _keep_above(probs, descending.gather(1, last[:, None]))
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
     """
     ascending = probs.sort(dim=-1).values
     first = torch.searchsorted(ascending.cumsum(-1), (1 - top_ps)[:, None])
-    return _from(probs, ascending.gather(1, first.clamp(max=probs.shape[1] - 1)))
+    return _keep_above(probs, ascending.gather(1, first.clamp(max=probs.shape[1] - 1)))
 
 
-def _from(probs: Tensor, least: Tensor) -> Tensor:
-    kept = probs.where(probs >= least, 0)
-    return kept / kept.sum(dim=-1, keepdim=True)
+def _keep_above(probs: Tensor, threshold: Tensor) -> Tensor:
+    kept_probs = probs.where(probs >= threshold, 0)
+    return kept_probs / kept_probs.sum(dim=-1, keepdim=True)

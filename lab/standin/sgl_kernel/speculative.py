@@ -34,8 +34,10 @@ class _Tree:
     def visible(self) -> list[list[bool]]:
         """Returns for every node which nodes it sees: its ancestors and itself."""
         nodes = range(len(self.parents))
-        seen = [{*above, node} for node, above in enumerate(self.ancestors)]
-        return [[other in sees for other in nodes] for sees in seen]
+        visible_nodes = [
+            {*node_ancestors, node} for node, node_ancestors in enumerate(self.ancestors)
+        ]
+        return [[candidate in visible_set for candidate in nodes] for visible_set in visible_nodes]
 
 
 def _from_scores(selected: list[int], parent_list: list[int], topk: int) -> _Tree:
@@ -57,7 +59,9 @@ def _from_scores(selected: list[int], parent_list: list[int], topk: int) -> _Tre
 def _from_mask(rows: list[list[bool]]) -> _Tree:
     """Builds the tree of a mask whose row i is true at i's ancestors, its parent being the last."""
     ancestors = [[j for j in range(i) if row[j]] for i, row in enumerate(rows)]
-    return _Tree([above[-1] if above else None for above in ancestors], ancestors)
+    return _Tree(
+        [node_ancestors[-1] if node_ancestors else None for node_ancestors in ancestors], ancestors
+    )
 
 
 def _write_links(
@@ -69,7 +73,7 @@ def _write_links(
         child, sibling = tree.links()
         children += child
         siblings += sibling
-        depths += [length + len(above) for above in tree.ancestors]
+        depths += [length + len(node_ancestors) for node_ancestors in tree.ancestors]
     columns = (list(range(len(depths))), depths, children, siblings)
     for target, column in zip((index, positions, *links), columns, strict=True):
         target.view(-1).copy_(torch.tensor(column, dtype=torch.int64))
@@ -170,25 +174,25 @@ def verify_tree_greedy_cpu(
         target_predict: ``[requests * nodes]`` or ``[requests, nodes]``, the target's greedy token
             after each node.
     """
-    chosen = target_predict.reshape(-1).tolist()
-    most = accept_index.shape[1] - 1
+    target_tokens = target_predict.reshape(-1).tolist()
+    max_accepted = accept_index.shape[1] - 1
     trees = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     accepted_nodes, counts, written = [], [], []
     for tokens, flat, child, sibling in zip(*(t.tolist() for t in trees), strict=True):
         path, node = [flat[0]], 0
-        while len(path) <= most:
-            wanted = chosen[path[-1]]
+        while len(path) <= max_accepted:
+            next_token = target_tokens[path[-1]]
             node = child[node]
-            while node != -1 and tokens[node] != wanted:
+            while node != -1 and tokens[node] != next_token:
                 node = sibling[node]
             if node == -1:
                 break
             path.append(flat[node])
         counts.append(len(path) - 1)
         written.extend(path)
-        accepted_nodes.append(path + [-1] * (most + 1 - len(path)))
-    where = torch.tensor(written, dtype=torch.int64)
-    predicts[where] = target_predict.reshape(-1)[where].to(predicts.dtype)
+        accepted_nodes.append(path + [-1] * (max_accepted + 1 - len(path)))
+    written_rows = torch.tensor(written, dtype=torch.int64)
+    predicts[written_rows] = target_predict.reshape(-1)[written_rows].to(predicts.dtype)
     accept_index.copy_(torch.tensor(accepted_nodes).view(accept_index.shape))
     accept_token_num.copy_(torch.tensor(counts))
 
@@ -212,8 +216,10 @@ def fill_accept_out_cache_loc_cpu(
 ) -> None:
     """Pack the cache slots of accepted nodes (``accept_index`` not -1) to the front, in place."""
     flat = accept_index.reshape(-1)
-    kept = flat[flat > -1].long()
-    accept_out_cache_loc[: kept.numel()] = out_cache_loc[kept].to(accept_out_cache_loc.dtype)
+    accepted = flat[flat > -1].long()
+    accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted].to(
+        accept_out_cache_loc.dtype
+    )
 
 
 @operator

@@ -62,8 +62,8 @@ for _name in (
     "transforms.v2",
     "transforms.v2.functional",
 ):
-    _made = _Submodule(f"{__name__}.{_name}")
-    _made.__spec__ = ModuleSpec(_made.__name__, None, is_package=True)
-    sys.modules[_made.__name__] = _made
-    _parent, _, _child = _made.__name__.rpartition(".")
-    setattr(sys.modules[_parent], _child, _made)
+    _module = _Submodule(f"{__name__}.{_name}")
+    _module.__spec__ = ModuleSpec(_module.__name__, None, is_package=True)
+    sys.modules[_module.__name__] = _module
+    _parent, _, _child = _module.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _child, _module)

@@ -66,20 +66,20 @@ class Besieged:
         # A sidecar that has much to do closes those of clients that have gone a little later.
         eventually(
             lambda: self.process.num_fds() <= self.descriptors + descriptors,
-            what=f"{descriptors} more descriptors than in peace at most",
+            description=f"{descriptors} more descriptors than in peace at most",
         )
         self.steers()
 
     def steers(self) -> None:
         """Plans go on coming to the engine, and operators are told that all is well."""
-        steering = self.engine.link.steering
-        before = steering.taken
+        steering = self.engine.link.plan_follower
+        before = steering.plans_accepted
 
         def steered() -> bool:
             self.engine.run(5)
-            return steering.taken > before and steering.source is Source.PLAN
+            return steering.plans_accepted > before and steering.source is Source.PLAN
 
-        eventually(steered, within=120.0, what="a fresh plan")
+        eventually(steered, timeout_seconds=120.0, description="a fresh plan")
         with grpc.insecure_channel(self.operators) as channel:
             answer = health_stub(channel).Check(
                 health_pb2.HealthCheckRequest(service="speculation.v1.SpeculationService"),

@@ -44,9 +44,9 @@ def main() -> None:
             engine.run(20)
             return engine.link.status().plans_taken > before
 
-        eventually(goes_on, within=60.0, what="plans go on")
+        eventually(goes_on, timeout_seconds=60.0, description="plans go on")
         status = engine.link.status()
-        found = {
+        outcome = {
             "forked": forked,
             "fork_ended_with": code,
             "agent_is_the_same": status.agent_pid == agent,
@@ -56,7 +56,7 @@ def main() -> None:
             "lapses": status.lapses,
             "steered": status.source is Source.PLAN,
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(outcome), flush=True)
         sys.stdin.read()
 
 

@@ -102,14 +102,14 @@ class Connection:
 @contextmanager
 def connections(address: str, count: int) -> Iterator[list[Connection]]:
     """So many at a time, as far as the server takes them."""
-    found: list[Connection] = []
+    open_connections: list[Connection] = []
     try:
         for _ in range(count):
             try:
-                found.append(Connection(address))
+                open_connections.append(Connection(address))
             except OSError:
                 break
-        yield found
+        yield open_connections
     finally:
-        for connection in found:
+        for connection in open_connections:
             connection.socket.close()

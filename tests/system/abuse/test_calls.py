@@ -44,12 +44,14 @@ def test_ten_thousand_engines_do_not_push_out_one_that_is_steered(
     besieged.holds(20)
     # Nor does the flood keep others away for long: who never reported makes way.
     eventually(
-        lambda: status_of(introduce_as(channel), "late") is CODE.OK, within=60.0, what="a place"
+        lambda: status_of(introduce_as(channel), "late") is CODE.OK,
+        timeout_seconds=60.0,
+        description="a place",
     )
-    found = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+    listing = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
         service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
     )
-    names = {engine.engine.engine_id for engine in found.engines}
+    names = {engine.engine.engine_id for engine in listing.engines}
     assert {HONEST, "late"} <= names
     assert len(names) <= MAX_ENGINES
 
@@ -156,13 +158,13 @@ def test_only_so_many_watch_and_operators_are_not_among_them(
         open_ones = [_watch(channel, watching) for _ in range(3 * WATCHES_MAX)]
         refused = eventually(
             lambda: [call for call in open_ones if call.code_now() is CODE.RESOURCE_EXHAUSTED],
-            what="refusals",
+            description="refusals",
         )
         assert eventually(
             lambda: (
                 len([c for c in open_ones if c.code_now() is not None]) == 2 * WATCHES_MAX or None
             ),
-            what="just so many stay",
+            description="just so many stay",
         )
         assert refused
         mine = _watch(operators, watching)
@@ -173,7 +175,7 @@ def test_only_so_many_watch_and_operators_are_not_among_them(
         with ExitStack() as again:
             return _watch(channel, again).answered()
 
-    eventually(taken, what="a place")
+    eventually(taken, description="a place")
 
 
 class _Watching:
@@ -197,13 +199,13 @@ class _Watching:
 
     def answered(self) -> bool:
         """Something came, before it ended."""
-        eventually(lambda: self._heard.is_set() or self._ended.is_set(), what="a word")
+        eventually(lambda: self._heard.is_set() or self._ended.is_set(), description="a word")
         return self._heard.is_set()
 
 
-def _watch(channel: grpc.Channel, until: ExitStack) -> _Watching:
+def _watch(channel: grpc.Channel, cleanup: ExitStack) -> _Watching:
     call = health_stub(channel).Watch(health_pb2.HealthCheckRequest())
-    until.callback(call.cancel)
+    cleanup.callback(call.cancel)
     return _Watching(call)
 
 
@@ -279,8 +281,8 @@ def test_one_connection_does_not_use_up_what_the_others_may_ask(besieged: Besieg
             policy.GetOverride.future(question, timeout=PATIENCE_SECONDS) for _ in range(2 * most)
         ]
         assert {call.code() for call in asked} == {CODE.NOT_FOUND, CODE.RESOURCE_EXHAUSTED}
-        found = policy_pb2_grpc.PolicyServiceStub(other)
-        codes = [status_of(found.GetOverride, question) for _ in range(most // 2)]
+        policy_stub = policy_pb2_grpc.PolicyServiceStub(other)
+        codes = [status_of(policy_stub.GetOverride, question) for _ in range(most // 2)]
         assert set(codes) == {CODE.NOT_FOUND}
 
 

@@ -22,10 +22,10 @@ from controller.util.exit_codes import Exit
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.preflight import __main__ as would_steer
-from engine_shim.preflight.running_engine import flags_of
-from engine_shim.sglang.training.versions import Made, VersionError, Versions
+from engine_shim.preflight.running_engine import fetch_flags
+from engine_shim.sglang.training.versions import VersionError, VersionOrigin, Versions
 from tests.support.addresses import ELSEWHERE
-from tests.support.answering import answering
+from tests.support.answering import serve_answers
 from tests.support.hostile_sidecar import hostile_sidecar
 from tests.support.training_rounds import make_student, make_target
 
@@ -44,10 +44,10 @@ def in_peace() -> None:
 def ran(address: str, *words: str) -> tuple[int, str]:
     """Exit code and output of a command."""
     option = "--sidecar" if words[:2] == ("profile", "--engine-url") else "--address"
-    found = CliRunner().invoke(app, [*words, option, address])
-    if found.exception is not None and not isinstance(found.exception, SystemExit):
-        raise found.exception
-    return found.exit_code, found.output
+    result = CliRunner().invoke(app, [*words, option, address])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
 
 
 @pytest.mark.parametrize("words", LISTS, ids=" ".join)
@@ -98,10 +98,10 @@ def test_what_answers_in_the_place_of_an_engine_has_nothing_loaded(
 ):
     """What SGLang makes of the rest is in tests/system/engine/test_would_steer.py."""
     command = f"--model-path {tmp_path} --trust-remote-code --config {tmp_path}/x --tp-size 2"
-    with answering({"/server_info": {"launch_command": command}}) as url:
+    with serve_answers({"/server_info": {"launch_command": command}}) as url:
         assert would_steer.run(["sglang", "--url", url]) == would_steer.BAD_INPUT
         assert "what SGLang loads is not taken from" in capsys.readouterr().err
-        taken = flags_of(url)
+        taken = fetch_flags(url)
     assert taken.flags == ("--tp-size", "2")
     assert taken.left_out == ("--model-path", "--trust-remote-code", "--config")
 
@@ -112,8 +112,8 @@ def test_the_key_of_an_engine_follows_no_redirect(client: str, monkeypatch: pyte
     stolen: list[str | None] = []
     sent: list[str | None] = []
     with (
-        answering({}, keys=stolen) as other,
-        answering({}, redirect=f"{other}/steal", keys=sent) as url,
+        serve_answers({}, keys=stolen) as other,
+        serve_answers({}, redirect=f"{other}/steal", keys=sent) as url,
         hostile_sidecar(lambda _: ("", 0)) as sidecar,
     ):
         if client == "would-steer":
@@ -155,11 +155,11 @@ def test_a_small_recording_takes_no_memory_without_bound(tmp_path: Path):
         "finally: print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
     )
     words = [sys.executable, "-c", script, "replay", str(path)]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert found.returncode == Exit.USAGE
-    assert "a block of more than 8388608 bytes" in found.stderr
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert process.returncode == Exit.USAGE
+    assert "a block of more than 8388608 bytes" in process.stderr
     # KiB; the interpreter itself has 100 MiB.
-    assert int(found.stdout) < 300 * 1024
+    assert int(process.stdout) < 300 * 1024
 
 
 def test_a_version_with_quantised_values_is_a_typed_error(tmp_path: Path):
@@ -168,6 +168,6 @@ def test_a_version_with_quantised_values_is_a_typed_error(tmp_path: Path):
     versions = Versions(tmp_path)
     versions.adopt_base(student.shape, parameters, student.borrowed)
     quantised = {name: part.to(torch.float8_e4m3fn) for name, part in parameters.items()}
-    versions.publish(quantised, Made(0, 0.0, 0.0, 0.0, 1, 0.0))
+    versions.publish(quantised, VersionOrigin(0, 0.0, 0.0, 0.0, 1, 0.0))
     with pytest.raises(VersionError, match=r"torch\.float8_e4m3fn"):
-        versions.load(1, parameters)
+        versions.load_parameters(1, parameters)

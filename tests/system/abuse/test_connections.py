@@ -46,7 +46,8 @@ def test_no_more_connections_than_allowed_stay_open(besieged: Besieged, scale: i
             assert many[-1].hung_up()
             besieged.holds(MAX_CONNECTIONS + 60)
         eventually(
-            lambda: besieged.process.num_fds() <= besieged.descriptors + 40, what="all let go"
+            lambda: besieged.process.num_fds() <= besieged.descriptors + 40,
+            description="all let go",
         )
 
 
@@ -94,15 +95,15 @@ def test_who_does_not_greet_or_opens_a_stream_and_says_nothing_is_put_out(besieg
         ]
         besieged.holds(130)
         assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
-        assert f"{request_parsing.FIRST_SECONDS:g} s" in calls[0].details()
+        assert f"{request_parsing.FIRST_MESSAGE_SECONDS:g} s" in calls[0].details()
         assert all(connection.hung_up() for connection in (*silent, *half, *unanswered))
 
 
-def _silence(until: ExitStack) -> Iterator[bytes]:
+def _silence(cleanup: ExitStack) -> Iterator[bytes]:
     """Requests of a stream that stays open, and has none."""
-    over = threading.Event()
-    until.callback(over.set)
-    return iter(over.wait, True)  # type: ignore[arg-type]  # it ends, and never gives anything
+    is_finished = threading.Event()
+    cleanup.callback(is_finished.set)
+    return iter(is_finished.wait, True)  # type: ignore[arg-type]  # it ends, and never gives anything
 
 
 def test_no_more_calls_than_allowed_are_under_way(besieged: Besieged, scale: int):
@@ -243,11 +244,11 @@ def test_a_connection_that_is_kept_alive_stays_and_a_hasty_one_ends(besieged: Be
 def _goodbye(connection: Connection) -> bool:
     """Whether the server has ended a connection (GOAWAY), by all that it has said until now."""
     connection.socket.settimeout(1.0)
-    said = b""
+    received = b""
     with contextlib.suppress(OSError):
         while part := connection.socket.recv(65_536):
-            said += part
-    return b"too_many_pings" in said
+            received += part
+    return b"too_many_pings" in received
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def test_what_operators_do_to_an_engine_is_in_the_audit(operators: grpc.Channel)
             origins.get(action, "").startswith(mine) for action in ("measure", "push_profile")
         )
 
-    eventually(recorded, what="the records")
+    eventually(recorded, description="the records")
 
 
 def test_an_engine_keeps_its_id_when_its_agent_dies(besieged: Besieged):
@@ -120,14 +120,17 @@ def test_an_engine_keeps_its_id_when_its_agent_dies(besieged: Besieged):
         engine.run(5)
         status = engine.link.status()
         assert status.agent_pid is not None
-        taken = engine.link.steering.taken
+        taken = engine.link.plan_follower.plans_accepted
         os.kill(status.agent_pid, signal.SIGKILL)
 
         def steered() -> bool:
             engine.run(5)
-            return engine.link.steering.taken > taken and engine.link.status().agent_starts > 1
+            return (
+                engine.link.plan_follower.plans_accepted > taken
+                and engine.link.status().agent_starts > 1
+            )
 
-        eventually(steered, within=60.0, what="a plan by another agent")
+        eventually(steered, timeout_seconds=60.0, description="a plan by another agent")
 
 
 def test_an_engine_that_starts_again_has_its_id_again(besieged: Besieged):
@@ -137,6 +140,6 @@ def test_an_engine_that_starts_again_has_its_id_again(besieged: Besieged):
 
             def steered() -> bool:
                 engine.run(5)
-                return engine.link.steering.source is Source.PLAN
+                return engine.link.plan_follower.source is Source.PLAN
 
-            eventually(steered, within=60.0, what="a plan")
+            eventually(steered, timeout_seconds=60.0, description="a plan")

@@ -14,7 +14,7 @@ from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.credentials import make_authority, token_line
 from tests.support.eventually import eventually
-from tests.support.override_calls import asked
+from tests.support.override_calls import make_override_request
 from tests.support.service_harness import PATIENCE_SECONDS, engine_message
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
 from tests.system.abuse.calls import CODE, status_of
@@ -32,7 +32,7 @@ ENTRIES = ["policy:a", "policy:b", "policy:c"]
 
 def logged(log: Path, event: str, times: int = 1) -> None:
     """Waits until the sidecar has written so many lines of an event."""
-    eventually(lambda: log.read_text().count(f'"event": "{event}"') >= times, what=event)
+    eventually(lambda: log.read_text().count(f'"event": "{event}"') >= times, description=event)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def operators_of(sidecar: SidecarProcess) -> Iterator[policy_pb2_grpc.PolicyServ
 
 
 def override(name: str) -> policy_pb2.SetOverrideRequest:
-    return asked(name, scope={"fleet": True}, gamma=1)
+    return make_override_request(name, scope={"fleet": True}, gamma=1)
 
 
 def test_two_certificates_whose_names_begin_alike_are_two_engines(tmp_path: Path):
@@ -147,7 +147,7 @@ def test_no_policy_file_ends_its_watch_or_what_was_in_force(tmp_path: Path):
 
         overflow = POLICY.replace("at_most: 3", f"at_most: {OVERFLOW}")
         no_character = POLICY.replace("memory", '"\\UFFFFFFFF"')
-        for content, said in (
+        for content, message in (
             (overflow, "line 2: a number with more than 64 characters"),
             ("", "the file is empty"),
             (no_character, "line 2: a value cannot be read"),
@@ -156,13 +156,15 @@ def test_no_policy_file_ends_its_watch_or_what_was_in_force(tmp_path: Path):
             (POLICY.replace("at_most: 3", "at_most: 0x" + "f" * 5000), "a number with more than"),
         ):
             path.write_text(content)
-            eventually(lambda said=said: said in refused(), what=said)  # type: ignore[misc]
+            eventually(lambda message=message: message in refused(), description=message)  # type: ignore[misc]
             assert [held.override.override_id for held in listed().overrides] == ENTRIES
         path.write_text(POLICY.replace("at_most: 3", "at_most: 4"))
-        eventually(lambda: listed().overrides[0].override.rule.gamma_max == 4, what="the change")
+        eventually(
+            lambda: listed().overrides[0].override.rule.gamma_max == 4, description="the change"
+        )
         assert listed().policy.ok
         path.write_text("policies: []\n")
-        eventually(lambda: not listed().overrides, what="the empty policy")
+        eventually(lambda: not listed().overrides, description="the empty policy")
     assert "Traceback" not in log.read_text()
     assert "task_failed" not in log.read_text()
 

@@ -17,17 +17,17 @@ def test_a_fork_of_the_engine_neither_reports_nor_takes_its_plans(besieged: Besi
         command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        found = json.loads(process.stdout.readline())
+        outcome = json.loads(process.stdout.readline())
         inspection = service_pb2_grpc.InspectionServiceStub(channel)
         answer = inspection.ListEngines(service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS)
         process.communicate()
     (status,) = [e for e in answer.engines if e.engine.engine_id == forking_engine.ENGINE_ID]
-    assert found["forked"] == {"reported": 0, "sources": [Source.SAFE_DEFAULT.value]}
-    assert found["fork_ended_with"] == 0
+    assert outcome["forked"] == {"reported": 0, "sources": [Source.SAFE_DEFAULT.value]}
+    assert outcome["fork_ended_with"] == 0
     # The engine's own agent, session and lease went on.
-    assert found["agent_is_the_same"]
-    assert found["agent_starts"] == 1
-    assert found["lapses"] == 0
-    assert found["steered"]
+    assert outcome["agent_is_the_same"]
+    assert outcome["agent_starts"] == 1
+    assert outcome["lapses"] == 0
+    assert outcome["steered"]
     assert status.rejected_reports == status.dropped_reports == 0
-    assert status.reports <= found["sent"] == found["steps"]
+    assert status.reports <= outcome["sent"] == outcome["steps"]

@@ -42,13 +42,13 @@ def saying(port: int, words: bytes) -> Iterator[socket.socket]:
 
 def heard(opened: socket.socket) -> bytes:
     """Everything up to the end."""
-    said = bytearray()
+    received = bytearray()
     try:
         while piece := opened.recv(65_536):
-            said += piece
+            received += piece
     except ConnectionError:
         pass
-    return bytes(said)
+    return bytes(received)
 
 
 def served(port: int) -> bool:
@@ -77,7 +77,7 @@ def test_what_says_a_byte_now_and_then_does_not_keep_others_out(besieged: Besieg
                 return False
 
         besieged.holds(100)
-        eventually(drip, within=120.0, what="served beside the slow ones")
+        eventually(drip, timeout_seconds=120.0, description="served beside the slow ones")
 
 
 @pytest.mark.parametrize(

@@ -15,27 +15,34 @@ from controller.core.cost.profile import Profile
 from controller.service.state.profile_registry import identity_of
 from controller.store.interface import ACCEPTANCE, PROFILES, Blob, BlobKind, StoreUnavailableError
 from speculation.v1 import service_pb2
-from tests.support.service_harness import Running, failure, make_profile, serving, soon, until
+from tests.support.service_harness import (
+    RunningSidecar,
+    failure,
+    make_profile,
+    running_sidecar,
+    wait_until,
+    with_timeout,
+)
 
 FOREIGN = 6
 DAYS = ("2020-01-01", "2020-01-02")
 
 
-async def push(running: Running, *profiles: Profile) -> None:
+async def push(running: RunningSidecar, *profiles: Profile) -> None:
     for profile in profiles:
         request = service_pb2.PushProfileRequest(profile_json=profile.to_json())
-        await soon(running.profiling.PushProfile(request))
+        await with_timeout(running.profiling.PushProfile(request))
 
 
-async def listed(running: Running) -> Sequence[service_pb2.ShelvedProfile]:
-    answer = await soon(running.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
+async def listed(running: RunningSidecar) -> Sequence[service_pb2.ShelvedProfile]:
+    answer = await with_timeout(running.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
     return answer.profiles
 
 
 @asynccontextmanager
-async def among_foreign(folder: Path) -> AsyncIterator[Running]:
+async def among_foreign(folder: Path) -> AsyncIterator[RunningSidecar]:
     """A sidecar with profiles of engines that none of its own resembles."""
-    async with serving(folder, warm_start=False) as running:
+    async with running_sidecar(folder, warm_start=False) as running:
         for number in range(FOREIGN):
             await push(running, *(make_profile(f"foreign-{number}", day) for day in DAYS))
         yield running
@@ -58,20 +65,22 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 class Gate:
     """Stands before the reads of a sidecar's store: counts them, and lets them through if open."""
 
-    def __init__(self, running: Running, monkeypatch: pytest.MonkeyPatch, kind: BlobKind) -> None:
+    def __init__(
+        self, running: RunningSidecar, monkeypatch: pytest.MonkeyPatch, kind: BlobKind
+    ) -> None:
         self.open = asyncio.Event()
         self.reads = Counter[str]()
         self.failing: Exception | None = None
         blobs = running.sidecar.store.blobs
         read = blobs.items
 
-        async def items(of: BlobKind, name: str) -> Sequence[Blob]:
-            if of is kind:
+        async def items(wanted_kind: BlobKind, name: str) -> Sequence[Blob]:
+            if wanted_kind is kind:
                 self.reads[name] += 1
                 await self.open.wait()
                 if self.failing is not None:
                     raise self.failing
-            return await read(of, name)
+            return await read(wanted_kind, name)
 
         monkeypatch.setattr(blobs, "items", items)
 
@@ -84,7 +93,7 @@ async def test_introductions_read_no_profile_of_another_engine(
         for number in range(20):
             await running.introduce("again")
             await running.introduce(f"engine-{number}")
-        await until(lambda: not running.sidecar._fleet.searches)
+        await wait_until(lambda: not running.sidecar._fleet_profiles.searches)
         assert not parsed
         # Whoever asks why is told, and each profile is read once for all who ask.
         await push(running, make_profile("foreign-0", "2020-01-03"))
@@ -109,11 +118,11 @@ async def test_engines_that_need_the_same_profile_share_one_search(
             blobs = running.sidecar.store.blobs
             await blobs.put(PROFILES, identity, profile.profile_id, profile.to_json())
         parsed.clear()
-        await until(lambda: gate.reads)
+        await wait_until(lambda: gate.reads)
         gate.open.set()
         sessions = list(running.sidecar.registry)
         assert len(sessions) == 20
-        await until(lambda: all(session.core.profile_id for session in sessions))
+        await wait_until(lambda: all(session.core.profile_id for session in sessions))
         assert gate.reads == {identity: 1}
         assert parsed == {"target": len(DAYS)}
 
@@ -123,14 +132,14 @@ async def test_an_engine_that_comes_again_and_again_has_one_search_at_a_time(
 ):
     async with among_foreign(tmp_path) as running:
         gate = Gate(running, monkeypatch, PROFILES)
-        searches = running.sidecar._fleet.searches
+        searches = running.sidecar._fleet_profiles.searches
         for number in range(30):
             await running.introduce("evil", target_model=f"other-{number}")
             await running.introduce("twin", target_model="other-0")
             assert len(searches) <= 2
         assert len(gate.reads) == 1
         gate.open.set()
-        await until(lambda: not searches)
+        await wait_until(lambda: not searches)
         # The first one had begun; of the others only the last one's session is not over.
         assert len(gate.reads) <= 3
         assert not set(gate.reads) & {identity_of(make_profile(f"other-{n}")) for n in range(1, 29)}
@@ -145,10 +154,12 @@ async def test_a_search_that_fails_keeps_no_other_one_waiting(
         for error in (StoreUnavailableError("it is away"), ValueError("a mistake")):
             gate.failing = error
             await running.introduce()
-            await until(lambda: not running.sidecar._fleet.searches)
+            await wait_until(lambda: not running.sidecar._fleet_profiles.searches)
         gate.failing = None
         await push(running, make_profile())
-        await until(lambda: running.sidecar.registry.by_engine("engine-0").core.profile_id)
+        await wait_until(
+            lambda: running.sidecar.registry.find_by_engine("engine-0").core.profile_id
+        )
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
@@ -156,20 +167,20 @@ async def test_a_profile_that_comes_while_it_is_searched_for_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ):
     """The search has looked already when the profile is pushed, and not yet ended."""
-    async with serving(tmp_path, warm_start=False) as running:
+    async with running_sidecar(tmp_path, warm_start=False) as running:
         looked, go_on = asyncio.Event(), asyncio.Event()
         blobs = running.sidecar.store.blobs
         read = blobs.items
 
         async def items(kind: BlobKind, name: str) -> Sequence[Blob]:
-            found = await read(kind, name)
+            blobs = await read(kind, name)
             looked.set()
             await go_on.wait()
-            return found
+            return blobs
 
         monkeypatch.setattr(blobs, "items", items)
         await running.introduce()
-        await until(looked.is_set)
+        await wait_until(looked.is_set)
         if is_interrupted:
             running.sidecar.supervisor.cancel("profile_searches")
             profile = make_profile()
@@ -177,21 +188,23 @@ async def test_a_profile_that_comes_while_it_is_searched_for_is_not_missed(
         else:
             await push(running, make_profile())
         go_on.set()
-        await until(lambda: running.sidecar.registry.by_engine("engine-0").core.profile_id)
+        await wait_until(
+            lambda: running.sidecar.registry.find_by_engine("engine-0").core.profile_id
+        )
 
 
 async def test_engines_that_need_the_same_estimates_share_one_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         gate = Gate(running, monkeypatch, ACCEPTANCE)
         for number in range(10):
             await running.introduce(f"engine-{number}")
             await running.introduce("again", target_model=f"other-{number}")
-        searches = running.sidecar._estimates.searches
+        searches = running.sidecar._fleet_estimates.searches
         assert len(searches) == 11
         gate.open.set()
-        await until(lambda: not searches)
+        await wait_until(lambda: not searches)
         # One for those who waited when it began, and one for all who have come since.
         assert sum(gate.reads.values()) <= 3
         assert len(gate.reads) == 2
@@ -233,10 +246,10 @@ async def test_a_profile_that_cannot_be_merged_spoils_neither_its_identity_nor_t
         assert len(rows) == FOREIGN + 1
         assert rows[good.profile_id] == [good.profile_id]
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.core.profile_id == good.profile_id)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.core.profile_id == good.profile_id)
         request = service_pb2.GetProfileRequest(engine_id="engine-0")
-        answer = await soon(running.profiling.GetProfile(request))
+        answer = await with_timeout(running.profiling.GetProfile(request))
         assert answer.profile_json == good.to_json()
 
 
@@ -253,7 +266,7 @@ async def test_profiles_that_are_brought_at_once_are_parsed_one_at_a_time(
         parsing -= 1
         return parse(text)
 
-    async with serving(tmp_path, warm_start=False) as running:
+    async with running_sidecar(tmp_path, warm_start=False) as running:
         monkeypatch.setattr(Profile, "from_json", slow)
         await asyncio.gather(*(push(running, make_profile(f"m-{n}")) for n in range(10)))
         assert len(await listed(running)) == 10

@@ -8,11 +8,11 @@ from contextlib import ExitStack, suppress
 import grpc
 import pytest
 
-from controller.client.paging import every_page
+from controller.client.paging import collect_pages
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.step_report import MIN_STEP_SECONDS
-from controller.service.net.limits import MESSAGE_BYTES
-from controller.service.rpc.steering import MESSAGE_REPORTS
+from controller.service.net.limits import MESSAGE_BYTES_MAX
+from controller.service.rpc.steering import MESSAGE_REPORTS_MAX
 from speculation.v1 import engine_pb2, errors_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.service_harness import PATIENCE_SECONDS, report_message
@@ -27,12 +27,12 @@ def one(besieged: Besieged, engine_id: str) -> service_pb2.EngineStatus:
 def every(besieged: Besieged, engine_ids: Collection[str]) -> list[service_pb2.EngineStatus]:
     with grpc.insecure_channel(besieged.operators) as own:
         stub = service_pb2_grpc.InspectionServiceStub(own)
-        found = every_page(
+        listed = collect_pages(
             lambda token: stub.ListEngines(
                 service_pb2.ListEnginesRequest(page_token=token), timeout=PATIENCE_SECONDS
             )
         )
-    return [e for e in found.engines if e.engine.engine_id in engine_ids]
+    return [e for e in listed.engines if e.engine.engine_id in engine_ids]
 
 
 def test_others_are_served_while_a_message_of_stale_reports_is_refused(
@@ -43,7 +43,7 @@ def test_others_are_served_while_a_message_of_stale_reports_is_refused(
     fresh = service_pb2.SteerRequest(session_id=session, reports=[report_message(1)])
     stale = service_pb2.SteerRequest(
         session_id=session,
-        reports=[engine_pb2.StepReport(step=1)] * MESSAGE_REPORTS,
+        reports=[engine_pb2.StepReport(step=1)] * MESSAGE_REPORTS_MAX,
     )
 
     def messages() -> Iterator[service_pb2.SteerRequest]:
@@ -58,7 +58,7 @@ def test_others_are_served_while_a_message_of_stale_reports_is_refused(
         request = service_pb2.DecideRequest(session_id=victim, report=report_message(step))
         stub.Decide(request, timeout=PATIENCE_SECONDS)
     # The flood is far from its end: whoever sends it waits, and nobody else does.
-    assert one(besieged, "stale").rejected_reports < 10 * MESSAGE_REPORTS
+    assert one(besieged, "stale").rejected_reports < 10 * MESSAGE_REPORTS_MAX
     assert one(besieged, "victim-of-stale").reports == 100
     call.cancel()
     besieged.holds(20)
@@ -67,16 +67,16 @@ def test_others_are_served_while_a_message_of_stale_reports_is_refused(
 def test_who_opens_many_sessions_has_no_more_refusals_for_it(besieged: Besieged):
     """Each session has 64 and 2 a second of its own, and all of them share 500 and 500 a second."""
     sessions, messages, reports = 40, 30, 64
-    over = threading.Event()
+    is_finished = threading.Event()
     with grpc.insecure_channel(besieged.sidecar.address) as channel, ExitStack() as ends:
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
         honest = introduce(channel, "honest-among-many")
-        ends.callback(over.set)
+        ends.callback(is_finished.set)
         names = [f"many-{number}" for number in range(sessions)]
         for name in names:
             bad = [report_message(step, drafter="?") for step in range(1, reports + 1)]
             request = service_pb2.SteerRequest(session_id=introduce(channel, name), reports=bad)
-            call = stub.Steer(_repeated(request, messages, over))
+            call = stub.Steer(_repeated(request, messages, is_finished))
             ends.callback(call.cancel)
             threading.Thread(target=_read_on, args=(call,), daemon=True).start()
         flood = sessions * messages * reports
@@ -84,7 +84,7 @@ def test_who_opens_many_sessions_has_no_more_refusals_for_it(besieged: Besieged)
         def refused() -> int:
             return sum(status.rejected_reports for status in every(besieged, names))
 
-        eventually(lambda: refused() > sessions * reports, what="all have used up their own")
+        eventually(lambda: refused() > sessions * reports, description="all have used up their own")
         # Who is wrong now and then does not wait for them.
         requests = [
             service_pb2.SteerRequest(
@@ -128,11 +128,11 @@ def test_a_message_that_is_wholly_stale_is_refused_at_once(
 
 
 def _repeated(
-    request: service_pb2.SteerRequest, times: int, over: threading.Event
+    request: service_pb2.SteerRequest, times: int, is_finished: threading.Event
 ) -> Iterator[service_pb2.SteerRequest]:
     for _ in range(times):
         yield request
-    over.wait()
+    is_finished.wait()
 
 
 def _read_on(call: Iterator[service_pb2.SteerResponse]) -> None:
@@ -147,7 +147,7 @@ def test_a_message_with_too_many_reports_ends_its_stream_and_none_is_used(
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
     session = introduce(channel, "too-many")
     request = service_pb2.SteerRequest(
-        session_id=session, reports=[engine_pb2.StepReport(step=1)] * (MESSAGE_REPORTS + 1)
+        session_id=session, reports=[engine_pb2.StepReport(step=1)] * (MESSAGE_REPORTS_MAX + 1)
     )
     assert status_of(stub.Steer, iter([request])) is CODE.INVALID_ARGUMENT
     status = one(besieged, "too-many")
@@ -158,7 +158,7 @@ def test_a_message_with_too_many_reports_ends_its_stream_and_none_is_used(
 def test_a_message_that_is_too_long_is_not_even_parsed(channel: grpc.Channel, method: str):
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
     session = introduce(channel, "too-long")
-    long = report_message(1, accepted_counts=[1] * (MESSAGE_BYTES + 1))
+    long = report_message(1, accepted_counts=[1] * (MESSAGE_BYTES_MAX + 1))
     if method == "Steer":
         request = service_pb2.SteerRequest(session_id=session, reports=[long])
         assert status_of(stub.Steer, iter([request])) is CODE.INVALID_ARGUMENT

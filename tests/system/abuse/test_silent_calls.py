@@ -59,13 +59,13 @@ def test_calls_without_a_message_do_not_hide_the_health_of_the_sidecar(besieged:
 
 def test_a_call_without_a_message_ends_in_time(besieged: Besieged):
     with raw_channel(besieged.sidecar.address) as channel, ExitStack() as open_calls:
-        over = threading.Event()
-        open_calls.callback(over.set)
-        silence: Iterator[bytes] = iter(over.wait, True)  # type: ignore[arg-type]  # never gives any
+        is_finished = threading.Event()
+        open_calls.callback(is_finished.set)
+        silence: Iterator[bytes] = iter(is_finished.wait, True)  # type: ignore[arg-type]  # never gives any
         with pytest.raises(grpc.RpcError) as ended:
             channel.stream_unary(INTRODUCE)(silence, timeout=6 * PATIENCE_SECONDS)
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert f"{request_parsing.FIRST_SECONDS:g} s" in (ended.value.details() or "")
+    assert f"{request_parsing.FIRST_MESSAGE_SECONDS:g} s" in (ended.value.details() or "")
 
 
 def test_a_call_that_ends_without_a_message_is_refused(besieged: Besieged):
@@ -76,4 +76,4 @@ def test_a_call_that_ends_without_a_message_is_refused(besieged: Besieged):
 
 def test_one_connection_has_so_many_calls_and_no_more():
     options = dict(limits.connection_options(7))
-    assert options["grpc.max_concurrent_streams"] == limits.STREAMS_A_CONNECTION
+    assert options["grpc.max_concurrent_streams"] == limits.STREAMS_PER_CONNECTION

@@ -15,7 +15,7 @@ import pytest
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.store.database import Database, StoredEntry
 from controller.util.sockets import operators_path
-from controller.wire.overrides import to_body
+from controller.wire.overrides import override_to_json
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.service_harness import PATIENCE_SECONDS
 from tests.support.sidecar_process import controller, sidecar_process
@@ -29,7 +29,7 @@ def long_audit(folder: Path) -> None:
     """Overrides that were set and cleared, with the longest reasons that are allowed."""
     folder.mkdir()
     rule = Rule(gamma=3)
-    body = to_body(Override("x", Scope(ScopeKind.FLEET), rule, "a" * 100, "r" * 500))
+    body = override_to_json(Override("x", Scope(ScopeKind.FLEET), rule, "a" * 100, "r" * 500))
     now = time.time()
     database = Database(folder / "overrides.db")
     # The traces of the newest are still there.

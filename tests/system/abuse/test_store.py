@@ -19,7 +19,7 @@ import redis
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.store.interface import LIVE_ENTRIES_MAX
 from controller.util.sockets import operators_path
-from controller.wire.overrides import to_body
+from controller.wire.overrides import override_to_json
 from engine_shim.link.plan_follower import Source
 from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -139,28 +139,28 @@ def test_an_entry_that_is_not_utf_8_stops_no_override_and_no_sidecar(
     one, two = pair
     clear_all(one)
     one.set_override("a")
-    eventually(lambda: two.in_force() == {"a"}, what="both have it")
+    eventually(lambda: two.in_force() == {"a"}, description="both have it")
     put(client, "bad", b'{"revision":5,"body":"\xff\xfe","created":1,"ended":""}')
     put(client, b"\xff\xfe", b"\xff")
     one.set_override("b")
     one.clear_override("a")
     one.set_override("short", ttl_seconds=0.5)
-    eventually(lambda: one.in_force() == two.in_force() == {"b"}, what="both follow")
+    eventually(lambda: one.in_force() == two.in_force() == {"b"}, description="both follow")
     # Its operators see it wherever they look, and the store is not called broken.
     for operators in pair:
-        eventually(functools.partial(counts_two, operators), what="both are counted")
+        eventually(functools.partial(counts_two, operators), description="both are counted")
         store = operators.listed().store
         assert store.ok
         assert [line.partition(":")[0] for line in store.unusable] == [r"\xff\xfe", "bad"]
         assert "speculation_store_unusable_overrides 2.0" in operators.metrics()
         assert 'speculation_store_skipped_entries_total{kind="override"}' in operators.metrics()
-    found = controller("doctor", "--address", one.sidecar.address).stdout
-    assert "2 overrides in it are not in force" in found
+    diagnosis = controller("doctor", "--address", one.sidecar.address).stdout
+    assert "2 overrides in it are not in force" in diagnosis
     assert "bad" in controller("override", "list", "--address", one.sidecar.address).stderr
     with operated(tmp_path / "new", server.url) as new:
         assert new.in_force() == {"b"}
         new.clear_override("bad")
-    eventually(lambda: one.listed().store.unusable_count == 1, what="one was cleared")
+    eventually(lambda: one.listed().store.unusable_count == 1, description="one was cleared")
     lines = [json.loads(line) for line in one.log.read_text().splitlines()]
     skipped = [line for line in lines if line["event"] == "store_entries_skipped"]
     assert [line["kind"] for line in skipped] == ["override"]
@@ -173,11 +173,13 @@ def test_an_override_that_no_sidecar_understands_is_named_and_can_be_cleared(
     clear_all(one)
     for name, body in {
         "newer": '{"overrideId": "newer", "fieldOfTheFuture": 1}',
-        "alias": to_body(Override("other", Scope(ScopeKind.FLEET), Rule(gamma=1), "eve", "x")),
+        "alias": override_to_json(
+            Override("other", Scope(ScopeKind.FLEET), Rule(gamma=1), "eve", "x")
+        ),
     }.items():
         put(client, name, json.dumps({"revision": 9, "body": body, "created": 1, "ended": ""}))
     client.set(f"{TAG}:revision", 9)
-    eventually(lambda: one.listed().store.unusable_count == 2, what="both are named")
+    eventually(lambda: one.listed().store.unusable_count == 2, description="both are named")
     assert one.in_force() == set()
     one.clear_override("newer")
     one.clear_override("alias")
@@ -194,21 +196,21 @@ def test_a_foreign_record_in_the_audit_hides_no_other(
     foreign: dict[Any, Any] = {"a": "b"}
     client.xadd(AUDIT, foreign)
     names = ("action", "subject", "author", "reason", "origin", "before", "after")
-    for at, text in (("nan", "x"), ("1", b"\xff")):
-        foreign = {"at": at, **dict.fromkeys(names, text)}
+    for timestamp, text in (("nan", "x"), ("1", b"\xff")):
+        foreign = {"at": timestamp, **dict.fromkeys(names, text)}
         client.xadd(AUDIT, foreign)
     one.set_override("recorded-2")
-    found: list[str] = []
+    actions: list[str] = []
     token = ""
     while True:
         page = one.stub.QueryAudit(
             policy_pb2.QueryAuditRequest(limit=1, page_token=token), timeout=PATIENCE_SECONDS
         )
-        found += [record.override_id for record in page.records]
+        actions += [record.override_id for record in page.records]
         if not (token := page.next_page_token):
             break
     # Behind them are those of the tests before.
-    assert found[:2] == ["recorded-2", "recorded-1"]
+    assert actions[:2] == ["recorded-2", "recorded-1"]
     assert 'speculation_store_skipped_entries_total{kind="audit"}' in one.metrics()
     log = controller("override", "log", "-o", "name", "--address", one.sidecar.address)
     assert len(log.stdout.splitlines()) >= 2, log.stderr
@@ -223,7 +225,7 @@ def test_of_a_flood_of_overrides_as_many_are_in_force_as_may_be(
         one.set_override("first")
         with client.pipeline() as pipe:
             for number in range(1000):
-                body = to_body(
+                body = override_to_json(
                     Override(f"f{number}", Scope(ScopeKind.FLEET), Rule(gamma=1), "x", "y")
                 )
                 text = {"revision": 100 + number, "body": body, "created": 1.0, "ended": ""}
@@ -232,7 +234,7 @@ def test_of_a_flood_of_overrides_as_many_are_in_force_as_may_be(
             pipe.set(f"{tag}:revision", 2000)
             pipe.execute()
         newest = {f"f{number}" for number in range(1000 - LIVE_ENTRIES_MAX, 1000)}
-        eventually(lambda: one.in_force() == newest, what="the newest are in force")
+        eventually(lambda: one.in_force() == newest, description="the newest are in force")
         assert one.listed().store.unusable_count == 1001 - LIVE_ENTRIES_MAX
         with pytest.raises(grpc.RpcError) as refused:
             one.set_override("another")
@@ -241,7 +243,7 @@ def test_of_a_flood_of_overrides_as_many_are_in_force_as_may_be(
         one.clear_override("f999")
         eventually(
             lambda: one.in_force() == newest - {"f999"} | {f"f{999 - LIVE_ENTRIES_MAX}"},
-            what="the next one",
+            description="the next one",
         )
 
 
@@ -249,13 +251,13 @@ def test_of_a_flood_of_overrides_as_many_are_in_force_as_may_be(
 def in_thread(fake: FakeRedis) -> Iterator[FakeRedis]:
     """A fake Redis on an event loop of its own."""
     begun, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
-    over = asyncio.Event()
+    is_finished = asyncio.Event()
 
     async def serve() -> None:
         async with fake:
             loops.append(asyncio.get_running_loop())
             begun.set()
-            await over.wait()
+            await is_finished.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
@@ -263,7 +265,7 @@ def in_thread(fake: FakeRedis) -> Iterator[FakeRedis]:
     try:
         yield fake
     finally:
-        loops[0].call_soon_threadsafe(over.set)
+        loops[0].call_soon_threadsafe(is_finished.set)
         thread.join(PATIENCE_SECONDS)
 
 
@@ -283,8 +285,8 @@ def test_with_a_redis_that_answers_junk_a_sidecar_starts_and_steers(tmp_path: Pa
 
         def steered() -> bool:
             engine.run(5)
-            return engine.link.steering.source is Source.PLAN
+            return engine.link.plan_follower.source is Source.PLAN
 
-        eventually(steered, what="the engine is steered")
+        eventually(steered, description="the engine is steered")
         assert not one.listed().store.ok
         assert len(fake.commands) > len(JUNK)

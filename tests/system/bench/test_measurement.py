@@ -27,20 +27,20 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_the_median_is_held_against_the_bar(bars: dict[str, float], holds: bool | None) -> None:
-    found = Measurement("a", "s", [9.0, 1.0, 2.0], **bars).as_json("run it")
-    assert (found["value"], found["spread"], found["repeats"]) == (2.0, [1.0, 9.0], 3)
-    assert found["holds"] is holds
-    assert found["command"] == "run it"
-    assert (found["bar"] is None) == (holds is None)
+    result = Measurement("a", "s", [9.0, 1.0, 2.0], **bars).as_json("run it")
+    assert (result["value"], result["spread"], result["repeats"]) == (2.0, [1.0, 9.0], 3)
+    assert result["holds"] is holds
+    assert result["command"] == "run it"
+    assert (result["bar"] is None) == (holds is None)
 
 
 def test_percentiles_are_of_each_run() -> None:
     runs = [[float(v) for v in range(1001)], [2.0 * v for v in range(1001)]]
-    found = percentiles("call", "us", runs, {99.0: 1500.0})
-    assert [one.name for one in found] == ["call, p50", "call, p99", "call, p99.9"]
-    assert list(found[0].repeats) == [500.0, 1000.0]
-    assert found[1].repeats[0] == pytest.approx(990.0)
-    assert [one.holds for one in found] == [None, True, None]
+    measurements = percentiles("call", "us", runs, {99.0: 1500.0})
+    assert [one.name for one in measurements] == ["call, p50", "call, p99", "call, p99.9"]
+    assert list(measurements[0].repeats) == [500.0, 1000.0]
+    assert measurements[1].repeats[0] == pytest.approx(990.0)
+    assert [one.holds for one in measurements] == [None, True, None]
 
 
 def test_pairs_stand_side_by_side_in_turn() -> None:
@@ -55,11 +55,11 @@ def test_pairs_stand_side_by_side_in_turn() -> None:
 
 
 def test_what_missed_its_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [
+    results = [
         Measurement("slow", "s", [2.0], at_most=1.0).as_json(""),
         Measurement("fast", "s", [0.5], at_most=1.0).as_json(""),
     ]
-    show(found)
+    show(results)
     slow, fast = (
         line for line in capsys.readouterr().out.splitlines() if "slow" in line or "fast" in line
     )
@@ -75,13 +75,13 @@ def test_all_of_them_are_run_and_written_down(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "build/bench/result.json").read_text())
-    assert len({one["name"] for one in found}) == len(found) > 8
-    for one in found:
+    results = json.loads((tmp_path / "build/bench/result.json").read_text())
+    assert len({one["name"] for one in results}) == len(results) > 8
+    for one in results:
         assert one["spread"][0] <= one["value"] <= one["spread"][1]
         assert one["command"].startswith("python -m tools.bench.")
         assert "--json" not in one["command"]
-    (memory,) = [one for one in found if "64 engines" in one["name"]]
+    (memory,) = [one for one in results if "64 engines" in one["name"]]
     assert memory["unit"] == "MB"
     assert memory["value"] > 20
     assert not (tmp_path / "build/bench/part.json").exists()

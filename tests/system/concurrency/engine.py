@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Final
 
 from controller.core.clock import VirtualClock
-from engine_shim.link.engine_link import EngineLink, steering_of
+from engine_shim.link.engine_link import EngineLink, make_plan_follower
 from engine_shim.link.messages import (
     MAX_PACKET_BYTES,
     ArrivedPlan,
-    plan_packet,
+    encode_plan,
     table_digest,
 )
-from engine_shim.link.plan_follower import StepChoice, safe_choice
-from engine_shim.link.ranks import Ranks, RankUpdate
+from engine_shim.link.plan_follower import StepChoice, make_safe_default
+from engine_shim.link.rank_plan_sync import RankPlanSync, RankUpdate
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_DFLASH,
@@ -92,18 +92,18 @@ class RankedEngine:
         self._note = note
         self._clock = clock
         settings = LinkSettings(sidecar="unix:controller.sock", grace_seconds=_GRACE_SECONDS)
-        steerings = [steering_of(spec, settings, 1) for _ in range(ranks)]
+        steerings = [make_plan_follower(spec, settings, 1) for _ in range(ranks)]
         self.agents = Agents()
         self.link = EngineLink(self.agents, steerings[0])  # type: ignore[arg-type]
-        self._ranks = [Ranks(steering, None) for steering in steerings]
-        self._ranks[0] = Ranks(steerings[0], self.link)
+        self._ranks = [RankPlanSync(steering, None) for steering in steerings]
+        self._ranks[0] = RankPlanSync(steerings[0], self.link)
         self._steerings = steerings
         self._held_back: list[RankUpdate] = []
         # The newest plans that its steering took.
         self._taken: deque[ArrivedPlan] = deque(maxlen=4)
         # The newest plan that its agent had as packets were lost.
         self._missed: tuple[int, int] | None = None
-        self.ledger = Ledger(spec, _GRACE_SECONDS, safe_choice(1))
+        self.ledger = Ledger(spec, _GRACE_SECONDS, make_safe_default(1))
         self.agent: AgentProcess | None = None
         self.step = 0
 
@@ -112,7 +112,7 @@ class RankedEngine:
         if len(self._ranks) == 1:
             choice, judged_at = self.link.choose(batch_size), self._clock.now()
         else:
-            updates = self._ranks[0].outgoing()
+            updates = self._ranks[0].outgoing_updates()
             if lose_broadcast:
                 self._held_back = updates
             else:
@@ -122,7 +122,7 @@ class RankedEngine:
                 self._held_back = []
             choices = {rank.choose(batch_size) for rank in self._ranks}
             assert len(choices) == 1, f"the ranks differ: {choices}"
-            choice, judged_at = choices.pop(), self._ranks[0]._adopted.now
+            choice, judged_at = choices.pop(), self._ranks[0]._last_adopted.now
         believed = self._steerings[0].plan
         self._note("chosen", self.spec.engine_id, batch_size, choice)
         self.ledger.chosen(choice, batch_size, judged_at, believed)
@@ -132,13 +132,13 @@ class RankedEngine:
             if arrived not in self._taken:
                 self._taken.append(arrived)
             regime = believed.regime
-            said = (regime.mode, regime.stride, believed.draft_version)
-            assert said == self.ledger.regime(believed.session, believed.epoch)
+            regime_key = (regime.mode, regime.stride, believed.draft_version)
+            assert regime_key == self.ledger.regime(believed.session, believed.epoch)
         return choice
 
     def lose_packet(self) -> None:
         """The next packet for it, plan or event, is read by nobody."""
-        peer = self.link._connected()
+        peer = self.link._current_socket()
         if peer is not None:
             self._missed = self.ledger.newest_taken
             with contextlib.suppress(OSError):
@@ -151,14 +151,14 @@ class RankedEngine:
         mine = [known for known in self._taken if known.plan.session == self.ledger.newest[0]]
         if mine:
             known = mine[max(0, len(mine) - 1 - back)]
-            late = plan_packet(known._replace(table_digest=table_digest(known.plan)))
+            late = encode_plan(known._replace(table_digest=table_digest(known.plan)))
             with contextlib.suppress(OSError):
                 self.agent.port._peer.send(late, socket.MSG_DONTWAIT)
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether it has the newest plan that its agent took up, or cannot have it."""
-        believed, newest = self.link.steering.plan, self.ledger.newest_taken
+        believed, newest = self.link.plan_follower.plan, self.ledger.newest_taken
         reached = believed is not None and (believed.session, believed.epoch) == newest
         return reached or self.agent is None or newest in {self._missed, (0, 0)}
 

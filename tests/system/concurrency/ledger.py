@@ -44,12 +44,13 @@ class Step:
 class Sent:
     """What became of the reports that were sent in one session.
 
-    folds: steps that its core used.  told: losses that its sidecar was told of.  acknowledged: what
-    the agent knows to have arrived.  died: its sidecar, and with it what was not acknowledged.
+    folds: steps that its core used.  reported_lost: losses that its sidecar was told of.
+    acknowledged: what the agent knows to have arrived.  died: its sidecar, and with it what was not
+    acknowledged.
     """
 
     folds: list[int] = field(default_factory=list)
-    told: int = 0
+    reported_lost: int = 0
     acknowledged: Received = field(default_factory=Received)
     died: bool = False
 
@@ -63,7 +64,11 @@ class Sent:
     @property
     def lost(self) -> int:
         """Reports that count as lost."""
-        return min(self.told, self.acknowledged.dropped_reports) if self.died else self.told
+        return (
+            min(self.reported_lost, self.acknowledged.dropped_reports)
+            if self.died
+            else self.reported_lost
+        )
 
 
 class Ledger:
@@ -171,7 +176,7 @@ class Ledger:
     def passed_in_vain(self, session_id: str, received: Received) -> None:
         """For a witness between the two: of what it saw pass, only this has arrived."""
         sent = self._sent[session_id]
-        sent.told = min(sent.told, received.dropped_reports)
+        sent.reported_lost = min(sent.reported_lost, received.dropped_reports)
         del sent.folds[received.reports :]
         self._last_folded = max((s.folds[-1] for s in self._sent.values() if s.folds), default=0)
 
@@ -193,7 +198,7 @@ class Ledger:
 
     def read(self, session_id: str, lost: int) -> None:
         """The sidecar is told of lost reports."""
-        self._sent[session_id].told += lost
+        self._sent[session_id].reported_lost += lost
         self._require_no_more()
 
     def _require_no_more(self) -> None:

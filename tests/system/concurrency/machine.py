@@ -67,10 +67,10 @@ class Link(RuleBasedStateMachine):
         self._bereft: set[str] = set()
 
     @initialize(settled=st.booleans(), of=st.none() | RULES, count=st.sampled_from([0, 20, 60]))
-    def begin(self, settled: bool, of: Rule | None, count: int) -> None:
+    def begin(self, settled: bool, rule: Rule | None, count: int) -> None:
         """Under an override or none, and with something learnt or nothing."""
-        if of is not None:
-            first = Override("first", Scope(ScopeKind.FLEET), of, "operator", "a test")
+        if rule is not None:
+            first = Override("first", Scope(ScopeKind.FLEET), rule, "operator", "a test")
             self.world.set_override(first, 30.0)
         if settled:
             self.world.settle()
@@ -252,7 +252,7 @@ class Link(RuleBasedStateMachine):
         self.world.settle()
         for engine in steered:
             engine.choose(4, lose_broadcast=False)
-            believed = engine.link.steering.plan
+            believed = engine.link.plan_follower.plan
             assert believed is not None
             assert believed.lease_ms == 1000 * self.world.settings.last_lease_seconds
 
@@ -278,14 +278,14 @@ class Link(RuleBasedStateMachine):
         seconds=st.sampled_from([0.05, 0.5, 3.0, 30.0]),
     )
     def set_override(
-        self, of: Rule, scope: Scope, batches: tuple[int, int], seconds: float
+        self, rule: Rule, scope: Scope, batches: tuple[int, int], seconds: float
     ) -> None:
         self._overrides_made += 1
         name = f"override-{self._overrides_made}"
-        sizes = batches if of.for_batches else (0, 0)
-        self.world.set_override(Override(name, scope, of, "operator", "a test", *sizes), seconds)
+        sizes = batches if rule.can_limit_batches else (0, 0)
+        self.world.set_override(Override(name, scope, rule, "operator", "a test", *sizes), seconds)
 
-    @precondition(lambda self: self.serving and self.world.in_force)
+    @precondition(lambda self: self.serving and self.world.active_override_ids)
     @rule(which=st.integers(0, 9))
     def clear_override(self, which: int) -> None:
         names = self.world.in_force
@@ -294,8 +294,8 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule(planner=PLANNERS)
     def reload(self, planner: dict[str, float]) -> None:
-        found = self.world.settings.model_dump() | {"planner": planner}
-        self.world.reload(Settings.load(found))
+        new_settings = self.world.settings.model_dump() | {"planner": planner}
+        self.world.reload(Settings.load(new_settings))
 
     @precondition(lambda self: self.serving)
     @rule(engine=ENGINES, gamma=st.sampled_from([0, 1, 3]), measured=st.booleans())
@@ -337,9 +337,9 @@ class Link(RuleBasedStateMachine):
         for process in world.processes:
             process.stopped = False
         world.settle()
-        until = world.clock.now() + _PATIENCE_SECONDS
+        deadline = world.clock.now() + _PATIENCE_SECONDS
         while not all(map(self.is_steered, world.engines.values())):
-            assert world.clock.now() < until, [e.link.status() for e in world.engines.values()]
+            assert world.clock.now() < deadline, [e.link.status() for e in world.engines.values()]
             if world.sidecar is None:
                 world.start_sidecar()
             for engine in world.engines.values():
@@ -360,8 +360,8 @@ class Link(RuleBasedStateMachine):
         if sidecar is None or engine.spec.engine_id not in sidecar.engine_ids:
             return False
         engine.choose(4, lose_broadcast=False)
-        believed = engine.link.steering.plan
-        session = sidecar.sidecar.registry.by_engine(engine.spec.engine_id)
+        believed = engine.link.plan_follower.plan
+        session = sidecar.sidecar.registry.find_by_engine(engine.spec.engine_id)
         newest = (session.tag, session.plan.epoch)
         return (
             believed is not None

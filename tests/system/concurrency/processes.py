@@ -59,8 +59,8 @@ class WatchedSidecar(Sidecar):
         self._folded = folded
         super().__init__(settings, clock)
 
-    def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
-        core = super()._core(spec, profile)
+    def _make_core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
+        core = super()._make_core(spec, profile)
         fold = core.observe
 
         def observe(report: StepReport) -> None:
@@ -87,8 +87,8 @@ class SidecarProcess(Process):
         self.parting: asyncio.Task[None] | None = None
         self.sidecar = WatchedSidecar(settings, clock, folded)
         self.loop.finish(self.sidecar.override_registry.open())
-        self.loop.create_task(self.sidecar.override_registry.keep())
-        self.loop.create_task(self.sidecar._expire())
+        self.loop.create_task(self.sidecar.override_registry.run())
+        self.loop.create_task(self.sidecar._expire_sessions())
         self.server = Server(network, self.loop, SpeculationServicer(self.sidecar.registry))
         network.server = self.server
 

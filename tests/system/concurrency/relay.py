@@ -46,7 +46,7 @@ class Relay(ScriptedSidecar):
             for stream in list(self._streams):
                 stream.cancel()
 
-        self._do(cut())
+        self._run_in_loop(cut())
 
     async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
         async with grpc.aio.insecure_channel(self._sidecar) as channel:

@@ -8,7 +8,7 @@ from tests.system.concurrency.machine import Link
 
 def a_stream_that_its_agent_gives_up(state: Link) -> None:
     """Nothing gets through to the sidecar until the agents give their streams up as silent."""
-    state.begin(settled=True, count=0, of=None)
+    state.begin(settled=True, count=0, rule=None)
     state.hold(direction="up")
     state.burst(engine="rich")
     state.burst(engine="rich")

@@ -8,7 +8,7 @@ from tests.system.concurrency.dealing import run
 
 
 def test_no_constant_of_an_imported_module_is_dealt():
-    constant = gpu_allocation._MOST_ALLOCATIONS
+    constant = gpu_allocation._MAX_ALLOCATIONS
     dealt: list[int] = []
 
     class Numbers(RuleBasedStateMachine):

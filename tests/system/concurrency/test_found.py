@@ -17,12 +17,12 @@ PINNED = Override("pinned", Scope(ScopeKind.FLEET), Rule(gamma=0), "operator", "
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
+    new_world = World(tmp_path)
     try:
-        made.settle()
-        yield made
+        new_world.settle()
+        yield new_world
     finally:
-        made.close()
+        new_world.close()
 
 
 def steps(world: World, engine: RankedEngine, count: int) -> None:
@@ -68,9 +68,11 @@ def test_what_a_killed_sidecar_has_not_acknowledged_is_told_to_the_next_one_as_l
     world.advance(3.0)
     steps(world, engine, 1)
     assert world.sidecar is not None
-    told = world.sidecar.sidecar.registry.by_engine("plain").counters.dropped
+    dropped_by_killed = world.sidecar.sidecar.registry.find_by_engine(
+        "plain"
+    ).counters.dropped_reports
     ledger = engine.ledger
-    assert 2 <= told == ledger.told_lost <= 5
+    assert 2 <= dropped_by_killed == ledger.told_lost <= 5
     assert ledger.folded + ledger.told_lost == ledger.attempted
 
 
@@ -105,7 +107,7 @@ def test_an_override_that_ran_out_while_the_sidecar_was_stopped_shapes_no_plan(w
     world.sidecar.stopped = False
     world.settle()
     world.require_no_faults()
-    assert world.sidecar.sidecar.registry.by_engine("plain").plan.overrides == ()
+    assert world.sidecar.sidecar.registry.find_by_engine("plain").plan.overrides == ()
 
 
 def test_a_session_whose_epochs_run_out_is_followed_by_another(world: World):
@@ -118,6 +120,6 @@ def test_a_session_whose_epochs_run_out_is_followed_by_another(world: World):
     session, epoch = engine.ledger.newest
     assert session != before[0]
     assert epoch < 100
-    assert engine.link.steering.plan is not None
-    assert engine.link.steering.plan.session == session
+    assert engine.link.plan_follower.plan is not None
+    assert engine.link.plan_follower.plan.session == session
     world.require_no_faults()

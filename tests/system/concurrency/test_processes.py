@@ -23,7 +23,7 @@ import pytest
 from controller.service.sessions.session import session_tag
 from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.plan_follower import Source, safe_choice
+from engine_shim.link.plan_follower import Source, make_safe_default
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
@@ -63,9 +63,9 @@ class Walk:
             before = time.monotonic()
             choice = self._link.choose(size)
             after = time.monotonic()
-            believed = self._link.steering.plan
+            believed = self._link.plan_follower.plan
             if believed is not None:
-                arrival = self._link.steering.lease_end - believed.lease_ms * 1e-3
+                arrival = self._link.plan_follower.lease_end - believed.lease_ms * 1e-3
                 seen = (believed.session, believed.epoch, arrival)
                 if seen != self._seen:
                     self._seen = seen
@@ -112,11 +112,11 @@ class Walk:
         self._signal(self._link.status().agent_pid, signal.SIGKILL)
 
     def stop_agent(self) -> None:
-        """Until `go_on`."""
+        """Until `parse_some`."""
         self._signal(self._link.status().agent_pid, signal.SIGSTOP)
 
     def stop_sidecar(self) -> None:
-        """Until `go_on`."""
+        """Until `parse_some`."""
         self._signal(self.serving.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -168,15 +168,19 @@ class Walk:
 
         def is_steered() -> bool:
             self.step(1)
-            believed = self._link.steering.plan
+            believed = self._link.plan_follower.plan
             return (
                 believed is not None
-                and self._link.steering.source is Source.PLAN
+                and self._link.plan_follower.source is Source.PLAN
                 and believed.session == self._ledger.newest[0]
                 and self._ledger.last_folded >= self._step - 1
             )
 
-        eventually(is_steered, within=_PATIENCE_SECONDS, what=f"steered after {self.events}")
+        eventually(
+            is_steered,
+            timeout_seconds=_PATIENCE_SECONDS,
+            description=f"steered after {self.events}",
+        )
 
     @property
     def serving(self) -> SidecarProcess:
@@ -223,15 +227,15 @@ class Walk:
 @contextmanager
 def walking(directory: Path) -> Iterator[Walk]:
     """Everything up, before the first plan."""
-    ledger = Ledger(engine_spec(), GRACE_SECONDS, safe_choice(1))
+    ledger = Ledger(engine_spec(), GRACE_SECONDS, make_safe_default(1))
     # What still passes in a session that is over is not used.
     sessions: set[str] = set()
-    over: set[str] = set()
+    finished_engines: set[str] = set()
 
     def witness(kind: str, session: str, message: Any) -> None:
         if kind == "plan":
             if session not in sessions:
-                over.update(sessions)
+                finished_engines.update(sessions)
                 sessions.add(session)
             overrides = set(message.overrides)
             ledger.sent(session, message, time.monotonic(), set(), overrides, None)
@@ -239,9 +243,9 @@ def walking(directory: Path) -> Iterator[Walk]:
             # Its sidecar is gone; what that acknowledged, only the agent knows.
             ledger.died(session)
         elif kind in {"before", "received"}:
-            over.add(session)
+            finished_engines.add(session)
             ledger.passed_in_vain(session, message)
-        elif session not in over:
+        elif session not in finished_engines:
             ledger.read(session, message.dropped_reports)
             for sent in message.reports:
                 report = report_from_proto(sent)

@@ -53,7 +53,7 @@ class Commanded:
     """An override that was acknowledged, and the virtual time of its end."""
 
     override: Override
-    until: float
+    expires_at: float
 
 
 class World:
@@ -129,12 +129,12 @@ class World:
 
     def advance(self, seconds: float) -> None:
         """Lets time go on, timer by timer."""
-        until = self.clock.now() + seconds
+        deadline = self.clock.now() + seconds
         self.settle()
-        while (due := self._next_timer()) <= until:
+        while (due := self._next_timer()) <= deadline:
             self.clock.advance(max(0.0, due - self.clock.now()) + _TICK_SECONDS)
             self.settle()
-        self.clock.advance(max(0.0, until - self.clock.now()))
+        self.clock.advance(max(0.0, deadline - self.clock.now()))
         self.settle()
 
     def _next_timer(self) -> float:
@@ -177,9 +177,9 @@ class World:
         # Small enough to be full of reports, or of plans, within a few virtual seconds.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _OUT_BYTES)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_BYTES)
-        said = EngineSpec(safe_gamma=1)
-        said.MergeFrom(engine.spec)
-        introduction = IntroduceRequest(engine=said, engine_secret=engine.spec.engine_id)
+        spec = EngineSpec(safe_gamma=1)
+        spec.MergeFrom(engine.spec)
+        introduction = IntroduceRequest(engine=spec, engine_secret=engine.spec.engine_id)
         ours.send(introduction.SerializeToString())
         engine.agent = AgentProcess(self.clock, theirs)
         engine.agents.add(ours)
@@ -217,11 +217,11 @@ class World:
     def set_override(self, override: Override, seconds: float) -> None:
         """Through the book, as the policy service does; acknowledged on return."""
         assert self.sidecar is not None
-        until = self.clock.now() + seconds
-        self.overrides[override.override_id] = Commanded(override, until)
+        expires_at = self.clock.now() + seconds
+        self.overrides[override.override_id] = Commanded(override, expires_at)
         self._changing.add(override.override_id)
         override_registry = self.sidecar.sidecar.override_registry
-        self.sidecar.loop.finish(override_registry.set(override, seconds, "", _OPERATOR))
+        self.sidecar.loop.finish(override_registry.set_override(override, seconds, "", _OPERATOR))
         self._changing.discard(override.override_id)
 
     def clear_override(self, override_id: str) -> None:
@@ -229,7 +229,7 @@ class World:
         assert self.sidecar is not None
         self._changing.add(override_id)
         self.sidecar.loop.finish(
-            self.sidecar.sidecar.override_registry.clear(override_id, "", _OPERATOR)
+            self.sidecar.sidecar.override_registry.clear_override(override_id, "", _OPERATOR)
         )
         self._changing.discard(override_id)
         del self.overrides[override_id]
@@ -238,7 +238,7 @@ class World:
     def in_force(self) -> list[str]:
         """Those that nobody can doubt."""
         soon = self.clock.now() + _EDGE_SECONDS
-        return [name for name, commanded in self.overrides.items() if commanded.until > soon]
+        return [name for name, commanded in self.overrides.items() if commanded.expires_at > soon]
 
     def _in_force(self, spec: EngineSpec) -> tuple[set[str], set[str], int | None]:
         """(certainly, possibly in force, draft length that is left if that is certain)."""
@@ -246,12 +246,12 @@ class World:
         certain, possible, pins = set(), set(), []
         for name, commanded in self.overrides.items():
             scope = commanded.override.scope
-            if scope.name not in {"", spec.engine_id} or commanded.until < now - _EDGE_SECONDS:
+            if scope.name not in {"", spec.engine_id} or commanded.expires_at < now - _EDGE_SECONDS:
                 continue
             possible.add(name)
             ranged = commanded.override.min_batch_size or commanded.override.max_batch_size
             pins.append(None if ranged else commanded.override.rule.gamma)
-            if commanded.until > now + _EDGE_SECONDS and name not in self._changing:
+            if commanded.expires_at > now + _EDGE_SECONDS and name not in self._changing:
                 certain.add(name)
         alone = len(pins) == 1 and certain == possible
         return certain, possible, pins[0] if alone else None
@@ -268,9 +268,9 @@ class World:
         assert self.sidecar is not None
         if engine_id not in self.sidecar.engine_ids:
             return
-        session = self.sidecar.sidecar.registry.by_engine(engine_id)
-        with session.measuring() as measurement:
-            session.force(measurement, Arm("mtp", gamma))
+        session = self.sidecar.sidecar.registry.find_by_engine(engine_id)
+        with session.reserve_for_measurement() as measurement:
+            session.force_arm(measurement, Arm("mtp", gamma))
             for _ in range(steps):
                 self.advance(STEP_SECONDS)
                 self.engines[engine_id].run(2, 1)
@@ -283,26 +283,26 @@ class World:
         before = [s.session_id for s in registry if s.engine_id == engine_id]
 
         async def introduce() -> None:
-            holder = EngineIdentity.of(Caller("a second agent", Right.STEER), engine_id)
+            holder = EngineIdentity.from_caller(Caller("a second agent", Right.STEER), engine_id)
             registry.introduce(engine_from_proto(self.engines[engine_id].spec), holder)
 
         self.sidecar.loop.finish(introduce())
         for session_id in before:
             with pytest.raises(NoSessionError):
-                registry.by_token(session_id)
+                registry.find_by_token(session_id)
 
     def age(self, engine_id: str, left: int) -> None:
         """Its session has made all plans and probes but so many."""
         assert self.sidecar is not None
         if engine_id in self.sidecar.engine_ids:
-            core = self.sidecar.sidecar.registry.by_engine(engine_id).core
+            core = self.sidecar.sidecar.registry.find_by_engine(engine_id).core
             core._epoch = max(core._epoch, _MOST_EPOCHS - left)
-            core.explorer._next_id = max(core.explorer._next_id, _MOST_EPOCHS - left)
+            core.explorer._next_probe_id = max(core.explorer._next_probe_id, _MOST_EPOCHS - left)
 
     def has_epochs_left(self, engine_id: str) -> bool:
         """Whether its session can make another plan."""
         assert self.sidecar is not None
-        core = self.sidecar.sidecar.registry.by_engine(engine_id).core
+        core = self.sidecar.sidecar.registry.find_by_engine(engine_id).core
         return core._epoch < _MOST_EPOCHS
 
     # What the ledgers are told.
@@ -332,7 +332,7 @@ class World:
         """Nothing more is taken in for a session that is over."""
         assert self.sidecar is not None
         try:
-            self.sidecar.sidecar.registry.by_token(session_id)
+            self.sidecar.sidecar.registry.find_by_token(session_id)
         except SpeculationError:
             return False
         return True

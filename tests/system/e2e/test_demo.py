@@ -40,8 +40,8 @@ class Ran:
 
     @property
     def oracle(self) -> dict[str, Any]:
-        found: list[dict[str, Any]] = self.result["oracle"]
-        return found[0]
+        oracle_rows: list[dict[str, Any]] = self.result["oracle"]
+        return oracle_rows[0]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(output: Path) -> dict[str, Any]:
+def day_results(output: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((output / "result.json").read_text())
     return document
 
@@ -63,26 +63,30 @@ def verifications(rid: str, gamma: int) -> int:
     return steps
 
 
-def test_four_policies_played_the_same_day_and_nothing_was_left_out(found: dict[str, Any]):
-    policies = [run["policy"] for run in found["runs"]]
+def test_four_policies_played_the_same_day_and_nothing_was_left_out(day_results: dict[str, Any]):
+    policies = [run["policy"] for run in day_results["runs"]]
     static = policies[1]
     assert policies == ["off", static, "sglang-adaptive", "steered"]
     assert static in {f"static-{gamma}" for gamma in SETTING.gammas if gamma}
-    assert (found["complete"], found["stopped"], found["not_played"]) == (True, "", {})
-    requests = SETTING.stream(found["share_of_answers"]).requests
-    assert sum(phase["requests"] for phase in found["stream"]["phases"]) == requests
+    assert (day_results["complete"], day_results["stopped"], day_results["not_played"]) == (
+        True,
+        "",
+        {},
+    )
+    requests = SETTING.stream(day_results["share_of_answers"]).requests
+    assert sum(phase["requests"] for phase in day_results["stream"]["phases"]) == requests
 
 
-def test_each_has_rates_shares_and_times(found: dict[str, Any]):
-    for run in found["runs"]:
+def test_each_has_rates_shares_and_times(day_results: dict[str, Any]):
+    for run in day_results["runs"]:
         play = run["repeats"][0]
         assert run["tokens_per_second"] > 0
         assert all(share > 0 for share in run["phase_shares"])
         assert len(run["phases"]) == len(SETTING.plans)
         for times in (play["token_milliseconds"], play["latency_seconds"]):
             assert 0 < times["p50"] <= times["p99"]
-    assert set(found["ratios"]) == {
-        f"steered/{run['policy']}" for run in found["runs"] if run["policy"] != "steered"
+    assert set(day_results["ratios"]) == {
+        f"steered/{run['policy']}" for run in day_results["runs"] if run["policy"] != "steered"
     }
 
 
@@ -106,25 +110,25 @@ def test_every_policy_met_the_same_luck_although_results_were_read_late(output: 
 
 
 def test_the_oracle_is_computed_from_the_costs_that_were_measured_here(
-    found: dict[str, Any], output: Path
+    day_results: dict[str, Any], output: Path
 ):
     profile = Profile.from_json((output / "profile.json").read_text())
     assert {(cell.gamma, cell.batch_size) for cell in profile.cells} == {
         (gamma, size) for gamma in SETTING.gammas for size in (1, SETTING.max_batch_size)
     }
-    assert "measured on" in found["label"]["oracle"]
-    assert found["label"]["measured"] == "the duration of every step: nothing is imposed"
-    assert found["oracle"][0]["tokens_per_second"] > 0
-    assert found["graph_sizes"] == list(SETTING.graph_sizes)
-    assert len(found["oracle"][0]["arms"]) == len(SETTING.plans)
+    assert "measured on" in day_results["label"]["oracle"]
+    assert day_results["label"]["measured"] == "the duration of every step: nothing is imposed"
+    assert day_results["oracle"][0]["tokens_per_second"] > 0
+    assert day_results["graph_sizes"] == list(SETTING.graph_sizes)
+    assert len(day_results["oracle"][0]["arms"]) == len(SETTING.plans)
 
 
-def test_the_steered_engine_was_steered(found: dict[str, Any], output: Path):
+def test_the_steered_engine_was_steered(day_results: dict[str, Any], output: Path):
     steps = [step for step in logs(output)["steered"].steps if step.is_decode]
     # It was profiled, too.
     assert {step.gamma for step in steps} == set(SETTING.gammas)
     assert any(step.steered for step in steps)
-    steered = found["runs"][-1]["repeats"][0]
+    steered = day_results["runs"][-1]["repeats"][0]
     assert steered["unsteered"] < steered["steps"]
 
 
@@ -171,12 +175,12 @@ def _wait_for_a_play(demo: Any, folder: Path) -> None:
 
 def _writers(folder: Path) -> list[psutil.Process]:
     """Who writes a log: an engine is the child of whoever has imported SGLang."""
-    found = []
+    unexpected_writes = []
     for process in psutil.process_iter():
         try:
             if any(Path(f.path).is_relative_to(folder) for f in process.open_files()):
-                found.append(process)
+                unexpected_writes.append(process)
         except psutil.Error:
             continue
-    assert found
-    return found
+    assert unexpected_writes
+    return unexpected_writes

@@ -25,21 +25,23 @@ EXPECTED = {"mtp 1": 0.779, "dflash 3": 1.757, "mtp 2": 1.362, "dflash 15": 3.42
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("envelope")
     # Late steps of a short run do not matter, so it need not be as slow as a long one.
-    found = run_lab(
+    process = run_lab(
         "lab.paced.envelope", "--quick", "--dilation", "16", "--concurrency", "1,8",
         "--output", str(output),
     )  # fmt: skip
-    print(found.stdout)
-    assert found.returncode == 0, found.stdout
-    assert "Step times are imposed" in " ".join(found.stdout.split())
+    print(process.stdout)
+    assert process.returncode == 0, process.stdout
+    assert "Step times are imposed" in " ".join(process.stdout.split())
     assert (output / "envelope.png").read_bytes().startswith(b"\x89PNG")
     return output
 
 
 @pytest.fixture(scope="module")
 def points(quick: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((quick / "result.json").read_text())["points"]
-    return found
+    measured_points: list[dict[str, Any]] = json.loads((quick / "result.json").read_text())[
+        "points"
+    ]
+    return measured_points
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_each_step_of_a_lone_sequence_accepts_what_its_drafter_drew(quick: Path)
             # Within rounds of eight the batch may be of one, and then of another request.
             if step.kv_tokens != position + 2:
                 break
-            expected = min(drawn.at(request.rid, step.drafter, position), step.gamma)
+            expected = min(drawn.accepted_at(request.rid, step.drafter, position), step.gamma)
             assert step.accepted == expected
             position += expected + 1
             seen[step.drafter if step.gamma else ""] += 1
@@ -110,7 +112,7 @@ def test_steps_are_priced_by_the_drafter_that_drafted(steps: tuple[LoggedStep, .
     asleep = [s for s in steps if s.gamma == 0 and s.asleep]
     assert asleep
     # While both sleep, neither reads anything, but where a step finds the buffer of what was missed
-    # full (`IdleDrafter.before_step`).
+    # full (`SleepingDrafter.before_step`).
     assert sum(s.catch_up_seconds > 0 for s in asleep) < len(asleep) / 2
 
 
@@ -122,11 +124,11 @@ def test_the_drafter_that_does_not_draft_is_charged_for_reading(steps: tuple[Log
 
 
 def test_a_pace_that_the_machine_cannot_keep_is_refused_with_one_to_try(tmp_path: Path):
-    found = run_lab(
+    process = run_lab(
         "lab.paced.envelope", "--dilation", "1", "--concurrency", "1", "--output", str(tmp_path)
     )
-    assert found.returncode == 1, found.stdout
-    printed = " ".join(found.stdout.split())
+    assert process.returncode == 1, process.stdout
+    printed = " ".join(process.stdout.split())
     (late,) = re.findall(r"off at 1: ([\d.]+)% of the steps took the machine longer", printed)
     assert float(late) > 50
     suggested = int(printed.rpartition("try --dilation ")[2].split()[0])
@@ -134,5 +136,5 @@ def test_a_pace_that_the_machine_cannot_keep_is_refused_with_one_to_try(tmp_path
 
 
 def test_a_concurrency_that_was_not_published_is_refused():
-    found = run_lab("lab.paced.envelope", "--concurrency", "3")
-    assert found.returncode == 2
+    process = run_lab("lab.paced.envelope", "--concurrency", "3")
+    assert process.returncode == 2

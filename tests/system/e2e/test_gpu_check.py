@@ -21,12 +21,12 @@ GRAPHS = {"CPU_ENGINE_GRAPHS": "1"}
 
 def files_written_to(folder: Path) -> list[str]:
     """The files of the folder that a process has open: an engine's log, say."""
-    found = []
+    written_files = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it ended meanwhile
             if (file := str(link.readlink())).startswith(str(folder)):
-                found.append(file)
-    return found
+                written_files.append(file)
+    return written_files
 
 
 @pytest.mark.nightly
@@ -64,13 +64,13 @@ def test_a_draft_without_its_graph_fails_the_check(tmp_path: Path):
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 3
-    found = json.loads((tmp_path / "result.json").read_text())
-    eager = {(arm["drafter"], arm["gamma"]): arm["eager_steps"] for arm in found["graphs"]["arms"]}
+    result = json.loads((tmp_path / "result.json").read_text())
+    eager = {(arm["drafter"], arm["gamma"]): arm["eager_steps"] for arm in result["graphs"]["arms"]}
     # A chain of one token needs no pass of its own.
     assert {arm for arm, steps in eager.items() if steps} == {
         (drafter, gamma) for drafter, gamma in SMALL.arms() if drafter == "eagle3" and gamma > 1
     }
-    passes = found["graphs"]["passes"]
+    passes = result["graphs"]["passes"]
     # A step that was launched beside the last one of a play is in no play's reports.
     assert passes["draft"] >= sum(eager.values())
     assert (passes["verification"], passes["draft_extend"], passes["block"]) == (0, 0, 0)
@@ -84,12 +84,12 @@ def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
     with start_lab("lab.gpu_check", *options) as process:
         eventually(
             lambda: any(log.endswith(".log") for log in files_written_to(tmp_path)),
-            what="an engine's log",
+            description="an engine's log",
         )
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert f"Stopped.  The results so far are in {tmp_path / 'page.md'}." in said
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"Stopped.  The results so far are in {tmp_path / 'page.md'}." in output
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "SystemExit: 143"
     assert "The check was stopped" in (tmp_path / "page.md").read_text()
@@ -99,9 +99,9 @@ def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):
     done = run_lab("lab.gpu_check", "--output", str(tmp_path))
     assert done.returncode == 2
-    said = " ".join(done.stdout.split())
-    assert "--emulated" in said
-    assert "--cpu --shape small" in said
+    output = " ".join(done.stdout.split())
+    assert "--emulated" in output
+    assert "--cpu --shape small" in output
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ class Queue:
         )
         path = f"export PYTHONPATH={ROOT}:{ROOT / 'proto'}:{waits} PYTHONUNBUFFERED=1\n"
         (self._kit / "env.sh").write_text(path)
-        self._found: dict[int, dict[str, Any]] = {}
+        self._results: dict[int, dict[str, Any]] = {}
 
     def result(self, number: int) -> dict[str, Any]:
         """What a run has left in its folder of results."""
-        if number not in self._found:
-            self._found[number] = self._run(RUNS[number])
-        return self._found[number]
+        if number not in self._results:
+            self._results[number] = self._run(RUNS[number])
+        return self._results[number]
 
     def page(self, name: str) -> str:
         return (self.results / f"{name}.page.md").read_text()
@@ -61,9 +61,9 @@ class Queue:
         }
         typed = ["bash", "-c", command.replace(KIT, str(self._kit))]
         with start_with_engines(typed, variables, imported_with=(EMULATION,)) as process:
-            said, _ = process.communicate()
-        print(said)
-        assert process.returncode == 0, said
+            output, _ = process.communicate()
+        print(output)
+        assert process.returncode == 0, output
         name = command.split()[3]
         assert (self.results / f"{name}.tgz").exists()
         document: dict[str, Any] = json.loads((self.results / f"{name}.json").read_text())
@@ -76,11 +76,11 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Queue:
 
 
 def test_run_1_compares_every_token(queue: Queue):
-    found = queue.result(1)
-    assert found["device"] == Device.EMULATED.value
-    assert found["left_out"] == {}
-    assert "lost" not in found
-    exact = found["exact"]
+    result = queue.result(1)
+    assert result["device"] == Device.EMULATED.value
+    assert result["left_out"] == {}
+    assert "lost" not in result
+    exact = result["exact"]
     assert (exact["wrong"], exact["rounding"]) == (0, 0)
     assert exact["tokens"] > 0
     assert len(exact["arms"]) > 3  # plans come for every few steps on a busy machine
@@ -94,9 +94,9 @@ def test_run_1_compares_every_token(queue: Queue):
 def test_run_1_counts_what_rounding_decides_in_bfloat16(queue: Queue):
     counts = queue.result(1)["rounding"]
     assert set(counts) == {"plain-bfloat16", "fixed-bfloat16", "exact-bfloat16"}
-    for found in counts.values():
-        assert 0 <= found["differing"] <= found["answers"]
-        assert found["answers"] > 0
+    for counts_of_policy in counts.values():
+        assert 0 <= counts_of_policy["differing"] <= counts_of_policy["answers"]
+        assert counts_of_policy["answers"] > 0
 
 
 def test_run_1_replays_graphs_alone_and_watches_for_synchronisations(queue: Queue):
@@ -142,21 +142,21 @@ def test_run_1_has_a_page_with_a_verdict_for_each_part(queue: Queue):
 
 
 def test_run_2_compares_every_policy(queue: Queue):
-    found = queue.result(2)
-    assert found["left_out"] == {}
-    ran = [(arm["drafter"], arm["gamma"]) for arm in found["arms"]["arms"]]
+    result = queue.result(2)
+    assert result["left_out"] == {}
+    ran = [(arm["drafter"], arm["gamma"]) for arm in result["arms"]["arms"]]
     assert ran == list(EMULATED.arms())
-    for arm in found["arms"]["arms"]:
+    for arm in result["arms"]["arms"]:
         assert arm["steps"] > 0
-        p = found["acceptance"][arm["drafter"]]
+        p = result["acceptance"][arm["drafter"]]
         # As the curve says, of a few dozen draws.
         most = sum(p**k for k in range(arm["gamma"] + 1))
         assert 1 <= arm["acceptance_length"] <= arm["gamma"] + 1
         assert arm["acceptance_length"] == pytest.approx(most, rel=0.5)
-    assert {"sglang-adaptive", "off"} < set(found["arms"]["over"])
-    assert set(found["asleep"]) == {str(load.concurrency) for load in EMULATED.loads}
-    assert found["switches"]["change"]["switches"] > 0
-    assert found["switches"]["wake"]["switches"] > 0
+    assert {"sglang-adaptive", "off"} < set(result["arms"]["over"])
+    assert set(result["asleep"]) == {str(load.concurrency) for load in EMULATED.loads}
+    assert result["switches"]["change"]["switches"] > 0
+    assert result["switches"]["wake"]["switches"] > 0
 
 
 def test_run_2_prices_the_shim_in_a_step_and_on_the_thread(queue: Queue):
@@ -168,12 +168,12 @@ def test_run_2_prices_the_shim_in_a_step_and_on_the_thread(queue: Queue):
 
 
 def test_run_3_plays_the_day_with_every_policy(queue: Queue):
-    found = queue.result(3)
-    assert found["complete"], found["stopped"]
-    policies = [run["policy"] for run in found["runs"]]
+    result = queue.result(3)
+    assert result["complete"], result["stopped"]
+    policies = [run["policy"] for run in result["runs"]]
     assert {"off", "sglang-adaptive", "steered"} < set(policies)
     assert len(policies) == 4
-    assert found["not_played"] == {}
+    assert result["not_played"] == {}
 
 
 def test_a_drafter_learns_while_it_serves(tmp_path: Path):
@@ -184,8 +184,8 @@ def test_a_drafter_learns_while_it_serves(tmp_path: Path):
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0
-    found = json.loads((tmp_path / "result.json").read_text())["learning"]
-    assert found["wrong"] == 0
-    assert found["online"]["updates"] > 0
-    assert found["syncs"]["steps"] > 0
-    assert found["syncs"]["shim"] == {}
+    learning = json.loads((tmp_path / "result.json").read_text())["learning"]
+    assert learning["wrong"] == 0
+    assert learning["online"]["updates"] > 0
+    assert learning["syncs"]["steps"] > 0
+    assert learning["syncs"]["shim"] == {}

@@ -58,7 +58,9 @@ def test_everything_is_reached_on_the_loopback_address_of_ipv6(tmp_path: Path):
             engine_spec(), LinkSettings(sidecar=f"[::1]:{tcp}"), startup_gamma=1
         )
         try:
-            eventually(lambda: link.choose(4).source is Source.PLAN, what="steered by a plan")
+            eventually(
+                lambda: link.choose(4).source is Source.PLAN, description="steered by a plan"
+            )
             listed = run("engines", "--address", f"[::1]:{tcp}", "-o", "name")
         finally:
             link.close()
@@ -78,6 +80,6 @@ def test_what_is_open_takes_both_families_and_the_doctor_finds_it(tmp_path: Path
             assert status_of(host, metrics, "/metrics") == 200
         assert is_serving(f"127.0.0.1:{health}")
         assert is_serving(f"[::1]:{health}")
-        found = run("doctor", "--config", str(file), "--engine-url", "", "-o", "json")
-    checks = {check["check"]: check for check in json.loads(found.stdout)["items"]}
-    assert checks["health port"]["level"] == "ok", found
+        process = run("doctor", "--config", str(file), "--engine-url", "", "-o", "json")
+    checks = {check["check"]: check for check in json.loads(process.stdout)["items"]}
+    assert checks["health port"]["level"] == "ok", process

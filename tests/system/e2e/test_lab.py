@@ -13,16 +13,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 def lab(folder: Path, *parts: str) -> dict[str, object]:
     done = run_lab("lab.learning", *parts, "--quick", "--output", str(folder))
     assert not done.returncode, done.stdout
-    found: dict[str, object] = json.loads((folder / "result.json").read_text())
+    results: dict[str, object] = json.loads((folder / "result.json").read_text())
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == len(parts)
-    return found
+    return results
 
 
 @pytest.mark.nightly
 def test_claims_are_measured_and_shown(tmp_path: Path):
-    found = lab(tmp_path, "tts-strides", "tts-length")
-    paced, claim = found["tts-strides"], found["tts-length"]
+    results = lab(tmp_path, "tts-strides", "tts-length")
+    paced, claim = results["tts-strides"], results["tts-length"]
     assert isinstance(paced, dict)
     assert paced["facts"]["same tokens"]
     strides = paced["facts"]["by price"]["1"]
@@ -44,10 +44,10 @@ def test_claims_are_measured_and_shown(tmp_path: Path):
 def test_a_claim_is_counted_and_shown(tmp_path: Path):
     done = run_lab("lab.learning", "sd2-offsets", "--quick", "--output", str(tmp_path))
     assert not done.returncode, done.stdout
-    found = json.loads((tmp_path / "result.json").read_text())["sd2-offsets"]
-    assert found["claim"] in (tmp_path / "report.html").read_text()
-    assert [row[0] for row in found["rows"]] == list(found["facts"])
-    for row in found["facts"].values():
+    offsets = json.loads((tmp_path / "result.json").read_text())["sd2-offsets"]
+    assert offsets["claim"] in (tmp_path / "report.html").read_text()
+    assert [row[0] for row in offsets["rows"]] == list(offsets["facts"])
+    for row in offsets["facts"].values():
         assert all(0 <= cell["median"] <= 8 for cell in row.values())
 
 
@@ -56,20 +56,20 @@ def test_tides_claims_are_looked_at_on_one_engines_signals(tmp_path: Path):
     parts = ("tide-domains", "tide-matrix", "tide-time")
     done = run_lab("lab.learning", *parts, "--quick", "--output", str(tmp_path))
     assert not done.returncode, done.stdout
-    found = json.loads((tmp_path / "result.json").read_text())
-    lengths = found["tide-matrix"]["facts"]["acceptance length"]
+    results = json.loads((tmp_path / "result.json").read_text())
+    lengths = results["tide-matrix"]["facts"]["acceptance length"]
     assert set(lengths) == {"json", "csv"}
     for row in lengths.values():
         assert set(row) == {"as loaded", "json", "csv"}
         assert all(1 <= length["median"] <= 4 for length in row.values())
     once, again = (
-        found["tide-time"]["facts"][f"prefill {often}"]["median"]
+        results["tide-time"]["facts"][f"prefill {often}"]["median"]
         for often in ("once", "in each epoch")
     )
     assert 1 < once < again
-    served = found["tide-domains"]["facts"]["served"]
+    served = results["tide-domains"]["facts"]["served"]
     assert all(sum(domain["accepted"][0]) > 50 for domain in served.values())
-    assert len(found["tide-domains"]["rows"]) == 3
+    assert len(results["tide-domains"]["rows"]) == 3
 
 
 def test_an_unknown_part_is_refused():

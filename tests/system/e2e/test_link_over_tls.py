@@ -48,7 +48,7 @@ def linked(**settings: str) -> Iterator[EngineLink]:
 
 
 def steered(link: EngineLink) -> None:
-    eventually(lambda: link.choose(4).source is Source.PLAN, what="steered by a plan")
+    eventually(lambda: link.choose(4).source is Source.PLAN, description="steered by a plan")
 
 
 def refused(link: EngineLink) -> str:
@@ -56,7 +56,7 @@ def refused(link: EngineLink) -> str:
         link.choose(4)
         return link.status().sidecar is SidecarState.REFUSED
 
-    eventually(state, what="refused")
+    eventually(state, description="refused")
     return link.status().sidecar_detail
 
 

@@ -65,11 +65,11 @@ def traced(
 def called(trace: Path) -> set[str]:
     """HOST:PORT and unix:PATH of everybody who was called."""
     text = trace.read_text(errors="replace")
-    found = {f"{host}:{port}" for port, host in INET.findall(text)}
-    return found | {f"unix:{at}{path}" for at, path in UNIX.findall(text)}
+    addresses = {f"{host}:{port}" for port, host in INET.findall(text)}
+    return addresses | {f"unix:{prefix}{path}" for prefix, path in UNIX.findall(text)}
 
 
-def said(process: "subprocess.Popen[str]", word: str) -> None:
+def wait_for_word(process: "subprocess.Popen[str]", word: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == word
 
@@ -79,7 +79,7 @@ def ask(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    said(process, "ran")
+    wait_for_word(process, "ran")
 
 
 def ended(process: "subprocess.Popen[str]") -> None:
@@ -121,8 +121,8 @@ def test_nobody_is_called_but_the_configured_peers(tmp_path: Path):
                 tmp_path / "far", *engine, f"localhost:{tcp}", "far", environment=proxies
             ) as far,
         ):
-            said(near, "steered")
-            said(far, "steered")
+            wait_for_word(near, "steered")
+            wait_for_word(far, "steered")
             for words in (
                 ("override", "set", "--fleet", "--at-most", "1", "--reason", "a trace"),
                 ("profile", "push", str(profile)),
@@ -134,7 +134,9 @@ def test_nobody_is_called_but_the_configured_peers(tmp_path: Path):
             # Of the two, strace does not listen, and hands the signal on to nobody.
             (pid,) = children(sidecar.pid)
             os.kill(pid, signal.SIGHUP)
-            eventually(lambda: reloaded(log), within=PATIENCE_SECONDS, what="reloaded")
+            eventually(
+                lambda: reloaded(log), timeout_seconds=PATIENCE_SECONDS, description="reloaded"
+            )
             ask(near)
             ask(far)
             ended(near)

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
-from lab.harness.sidecar import overridden
+from lab.harness.sidecar import temporary_override
 from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
-from tests.support.engine import CODE_ONLY, ONLINE, serving
+from tests.support.engine import CODE_ONLY, ONLINE, running_engine
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import sidecar_process
 
@@ -30,7 +30,7 @@ def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
         address = sidecar.address
         variables["SPECULATION_SIDECAR"] = address
         with (
-            serving(tmp_path / "engine", CODE_ONLY, variables) as engine,
+            running_engine(tmp_path / "engine", CODE_ONLY, variables) as engine,
             grpc.insecure_channel(address) as channel,
         ):
             inspection = service_pb2_grpc.InspectionServiceStub(channel)
@@ -43,11 +43,11 @@ def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
             def introduced() -> bool:
                 return bool(inspection.ListEngines(service_pb2.ListEnginesRequest()).engines)
 
-            eventually(introduced, what="the engine introduces itself")
+            eventually(introduced, description="the engine introduces itself")
             lengths = []
             end = time.monotonic() + MOST_SECONDS
             # On a busy machine no draft may pay, and then a better drafter shows nowhere.
-            with overridden(address, "--gamma", "3"):
+            with temporary_override(address, "--gamma", "3"):
                 for seed in itertools.count():
                     prompts = held_out_prompts("csv", count=4, length_tokens=60, seed=seed)
                     answers = engine.generate(prompts, [TOKENS] * 4)

@@ -16,7 +16,7 @@ import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.support.engine import CODE_ONLY, EngineProcess, environment, serving
+from tests.support.engine import CODE_ONLY, EngineProcess, environment, running_engine
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import controller, sidecar_process
 
@@ -100,8 +100,10 @@ class Watched:
             sending.result()
 
     def status(self) -> dict[str, object]:
-        found: dict[str, object] = self._engine.internal_state()["speculation_controller"]
-        return found
+        controller_state: dict[str, object] = self._engine.internal_state()[
+            "speculation_controller"
+        ]
+        return controller_state
 
 
 def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
@@ -113,13 +115,15 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
             "SPECULATION_SIGNALS_FOLDER": str(signals),
         }
         with (
-            serving(tmp_path / "engine", CODE_ONLY, variables) as engine,
+            running_engine(tmp_path / "engine", CODE_ONLY, variables) as engine,
             grpc.insecure_channel(sidecar.address) as channel,
         ):
             watched = Watched(engine, channel)
-            eventually(watched.introduced, what="the engine introduces itself")
+            eventually(watched.introduced, description="the engine introduces itself")
             with trainer(tmp_path, sidecar.address, signals) as first:
-                eventually(lambda: watched.training.phase == "watching", what="a trainer is there")
+                eventually(
+                    lambda: watched.training.phase == "watching", description="a trainer is there"
+                )
                 # A second one has nothing to do here.
                 with trainer(tmp_path, sidecar.address, signals) as second:
                     assert second.wait(120) == 3
@@ -139,13 +143,15 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 with watched.waves("json", seed):
                     eventually(
                         lambda: watched.training.phase == "training",
-                        within=300,
-                        what="the trainer trains",
+                        timeout_seconds=300,
+                        description="the trainer trains",
                     )
                     # In the midst of it.
                     first.send_signal(signal.SIGKILL)
                     first.wait(120)
-            eventually(lambda: watched.training.phase == "no trainer", what="its end is noticed")
+            eventually(
+                lambda: watched.training.phase == "no trainer", description="its end is noticed"
+            )
             (signals / "00000000000000000000-0-0.safetensors").write_bytes(b"\0" * 100)
             with trainer(tmp_path, sidecar.address, signals):
                 while watched.training.served_version == 0:
@@ -156,7 +162,12 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 after = [watched.wave("json", 1000), watched.wave("json", 1000)]
             training, status = watched.training, watched.status()
     print(f"tokens a step {[round(length, 2) for length in watched.lengths]}")
-    print([(past.outcome, past.round.alpha_train, past.round.alpha_eval) for past in training.past])
+    print(
+        [
+            (ended_round.outcome, ended_round.round.alpha_train, ended_round.round.alpha_eval)
+            for ended_round in training.past
+        ]
+    )
     assert training.past[0].outcome == "deployed"
     assert training.past[0].round.round == 1
     assert training.past[0].round.alpha_eval > training.past[0].round.alpha_train + 0.1

@@ -9,14 +9,14 @@ import pytest
 from filelock import FileLock
 
 from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
-from tests.support.engine import MODES, serving
+from tests.support.engine import MODES, running_engine
 from tests.support.prompts_in_flight import (
-    ALONE,
-    ALONE_LENGTH,
     CROWD,
     CROWD_LENGTH,
     LENGTHS,
     PROMPTS,
+    SINGLE_LENGTH,
+    SINGLE_PROMPT,
     WAVE_LENGTH,
     WAVES,
 )
@@ -46,15 +46,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
     with FileLock(folder / "plain.lock"):
         if not tokens.exists():
             tokens.write_text(json.dumps(_decoded_plainly(tmp_path_factory)))
-        made: dict[str, list[list[int]]] = json.loads(tokens.read_text())
-        return made
+        plain_tokens: dict[str, list[list[int]]] = json.loads(tokens.read_text())
+        return plain_tokens
 
 
 @pytest.fixture(scope="module")
 def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
     """Tokens of plain decoding by wave and prompt."""
-    found = iter(plain["waves"])
-    return [[next(found) for _ in prompts] for prompts in WAVES]
+    waves = iter(plain["waves"])
+    return [[next(waves) for _ in prompts] for prompts in WAVES]
 
 
 def _decoded_plainly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
@@ -65,12 +65,12 @@ def _decoded_plainly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
     requests: dict[str, tuple[list[list[int]], list[int]]] = {
         "batch": (PROMPTS, LENGTHS),
         "waves": (list(chain(*WAVES)), [WAVE_LENGTH] * sum(map(len, WAVES))),
-        "alone": (ALONE, [ALONE_LENGTH]),
+        "alone": (SINGLE_PROMPT, [SINGLE_LENGTH]),
         "crowd": (CROWD, [CROWD_LENGTH] * len(CROWD)),
     }
     prompts, lengths = (list(chain(*part)) for part in zip(*requests.values(), strict=True))
     room = ("--max-running-requests", str(len(prompts)))
-    with serving(tmp_path_factory.mktemp("plain"), room) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), room) as engine:
         answers = iter(engine.generate(prompts, lengths))
         tokens = {
             name: [next(answers).tokens for _ in asked] for name, (asked, _) in requests.items()

@@ -158,7 +158,8 @@ def show_served_weights() -> None:
 
     folder = Path(os.environ["SERVED_WEIGHTS"])
     serve, keep, load, land = (
-        DrafterWeights.serve, DrafterWeights.keep, Versions.load, OnlineWeights.land,
+        DrafterWeights.serve, DrafterWeights.mark_good, Versions.load_parameters,
+        OnlineWeights.apply_trained,
     )  # fmt: skip
 
     def show(name: str, weights: Any) -> None:
@@ -210,7 +211,7 @@ def _watch_trainer(folder: Path, show: Callable[[str, Any], None]) -> None:
     def share_and_show(self: TrainerProcess) -> None:
         share_borrowed(self)
         tensors = self.tensors.items()
-        show("borrowed", {n: part for n, part in tensors if n.startswith(trainer.BORROWED)})
+        show("borrowed", {n: part for n, part in tensors if n.startswith(trainer.BORROWED_PREFIX)})
 
     type.__setattr__(TrainerProcess, "send", send_or_spoil)
     type.__setattr__(TrainerProcess, "share_borrowed", share_and_show)

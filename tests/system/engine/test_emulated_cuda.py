@@ -13,8 +13,8 @@ from tests.support.engine import (
     DRAFT,
     EMULATED_SERVE,
     EngineProcess,
-    launched,
-    serving,
+    running_engine,
+    started_engine,
 )  # fmt: skip
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
@@ -54,8 +54,8 @@ def engine(
         "SPECULATION_LOOKUP": "1",
         "SPECULATION_SLEEP_POSITIONS": "3",
     }
-    with serving(folder, [*OPTIONS, *SPECULATION], variables, EMULATED_SERVE) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder, [*OPTIONS, *SPECULATION], variables, EMULATED_SERVE) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -97,6 +97,8 @@ def test_any_order_of_arms_gives_plain_decodings_tokens_by_replays_alone(
 
 def test_float32_does_not_run_without_the_checks_plugin(tmp_path: Path) -> None:
     # A GPU's library has no such norm.
-    with launched(tmp_path, OPTIONS, {}, EMULATED_SERVE) as running:
-        eventually(lambda: running.process.poll() is not None, within=240, what="it ends")
+    with started_engine(tmp_path, OPTIONS, {}, EMULATED_SERVE) as running:
+        eventually(
+            lambda: running.process.poll() is not None, timeout_seconds=240, description="it ends"
+        )
         assert "rmsnorm failed to dispatch data type Float" in running.log.read_text()

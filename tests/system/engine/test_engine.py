@@ -8,14 +8,14 @@ import pytest
 from lab.cpu_engine.serve import with_cpu_defaults
 from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
-from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
+from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
-    ALONE,
-    ALONE_LENGTH,
     LENGTHS,
     PLAYS_MAX,
     PROMPTS,
+    SINGLE_LENGTH,
+    SINGLE_PROMPT,
     accepted_after_prefill,
     compare_rows,
     play,
@@ -60,8 +60,8 @@ def engine(
     arguments = with_cpu_defaults([*EAGLE3, "--disable-radix-cache"])
     folder = tmp_path_factory.mktemp("steered")
     # Started as on a GPU, its processes spawned: the other tests' are forked.
-    with serving(folder, arguments, variables, "sglang.launch_server") as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder, arguments, variables, "sglang.launch_server") as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -144,8 +144,8 @@ def test_what_is_reported_is_what_the_plan_asked_for(
 def test_the_context_is_counted_before_each_step(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    _, reports = play(engine, sidecar, cycle, ALONE, [64])
-    expected = len(ALONE[0])
+    _, reports = play(engine, sidecar, cycle, SINGLE_PROMPT, [64])
+    expected = len(SINGLE_PROMPT[0])
     for report in reports:
         assert report.kv_tokens == expected
         accepted = next(k for k, count in enumerate(report.accepted_counts) if count)
@@ -155,7 +155,7 @@ def test_the_context_is_counted_before_each_step(
 def test_only_steps_after_a_prefill_are_flagged_as_after_a_gap(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    _, reports = play(engine, sidecar, lambda _: (3, False), ALONE, [64])
+    _, reports = play(engine, sidecar, lambda _: (3, False), SINGLE_PROMPT, [64])
     assert [report.flags.after_gap for report in reports] == [True, *[False] * (len(reports) - 1)]
     assert all(0 < report.step_seconds < 10 for report in reports)
 
@@ -174,15 +174,17 @@ def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
 ) -> None:
     def naps(count: int) -> tuple[int, bool]:
         # Of 2, 5 and 29 steps: shorter and longer than the buffer of 12.
-        at = count % 48
-        return (0, True) if at in (4, 5) or 10 <= at < 15 or at >= 19 else (3, False)
+        position = count % 48
+        return (
+            (0, True) if position in (4, 5) or 10 <= position < 15 or position >= 19 else (3, False)
+        )
 
     def woken(count: int) -> tuple[int, bool]:
         return (3, False) if count % 2 else (0, False)
 
     awake: dict[int, int] = {}
     for script in (lambda _: (3, False), woken):
-        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, script, SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         awake |= accepted_by_context(reports, gamma=3)
 
@@ -193,7 +195,7 @@ def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
     for _ in range(PLAYS_MAX):
         # At most one buffer of a play: that of the request's end.
         unread += 12
-        answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, naps, SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         woke |= accepted_by_context(reports, gamma=3)
         both = sorted(awake.keys() & woke.keys())
@@ -252,7 +254,9 @@ def test_the_server_says_how_it_is_steered(engine: EngineProcess, sidecar: Scrip
     state = engine.internal_state()
     status = state["speculation_controller"]
     assert (status["source"], status["sidecar"], status["reporting"]) == ("PLAN", "STEERING", True)
-    eventually(lambda: len(sidecar.reports) == status["reports_sent"], what="every report has come")
+    eventually(
+        lambda: len(sidecar.reports) == status["reports_sent"], description="every report has come"
+    )
     assert status["reports_dropped"] == status["reports_invalid"] == status["packets_refused"] == 0
     # The switch keeps SGLang's own readback up to date.
     assert state["speculative_num_steps"] == sidecar.reports[-1].gamma
@@ -264,17 +268,17 @@ def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     sidecar.lease_ms = 100
-    play(engine, sidecar, lambda _: (7, False), ALONE, [32])
+    play(engine, sidecar, lambda _: (7, False), SINGLE_PROMPT, [32])
     sidecar.stop()
 
     def alone() -> bool:
-        answers = engine.generate(ALONE, [ALONE_LENGTH])
+        answers = engine.generate(SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         status = engine.internal_state()["speculation_controller"]
         return (status["source"], status["sidecar"]) == ("SAFE_DEFAULT", "AWAY")
 
     # The plan may last for longer than an answer, and the agent may be late to say that it is over.
-    eventually(alone, what="the engine flies alone, and knows why")
+    eventually(alone, description="the engine flies alone, and knows why")
     # The startup draft length is the safe one: the middle of the list.
     assert engine.internal_state()["speculative_num_steps"] == 3
     assert "the sidecar does not steer: safe-default" in engine.log.read_text()
@@ -282,14 +286,14 @@ def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
     sidecar.lease_ms = 60_000
     introduced = len(sidecar.introductions)
     sidecar.start()
-    eventually(lambda: len(sidecar.introductions) > introduced, what="introduced again")
+    eventually(lambda: len(sidecar.introductions) > introduced, description="introduced again")
     sidecar.run(lambda _: (5, False))
 
     def steered_again() -> bool:
-        answers = engine.generate(ALONE, [48])
+        answers = engine.generate(SINGLE_PROMPT, [48])
         assert answers[0].tokens == plain["alone"][0][:48]
         last = sidecar.reports[-1]
         return last.gamma == 5 and not last.flags.unsteered
 
-    eventually(steered_again, what="a step under the new plan")
+    eventually(steered_again, description="a step under the new plan")
     assert any(report.flags.unsteered for report in sidecar.reports)

@@ -10,9 +10,9 @@ import torch
 
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
-from tests.support.engine import MODES, Generated, serving
+from tests.support.engine import MODES, Generated, running_engine
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, accepted_by_context
@@ -49,7 +49,7 @@ def options(target: Path, *speculation: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    with serving(tmp_path_factory.mktemp("plain"), options(target)) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), options(target)) as engine:
         return [answer.tokens for answer in engine.generate(prompts(), LENGTHS)]
 
 
@@ -65,8 +65,8 @@ def steered(
         sidecar.script = lambda count: ARMS[count % len(ARMS)]
         sidecar.rules = rules_of((mixture,), GAMMAS)
         variables = {**sidecar.variables, **MODES[mode], "SPECULATION_LOOKUP": "1"}
-        with serving(folder, arguments, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(folder, arguments, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
 
             def caught_up() -> bool:
                 answered = engine.generate(prompts(), LENGTHS)
@@ -80,7 +80,11 @@ def steered(
                 several = 0 in gammas and len(gammas) > 3 and len(drafted) == 3
                 return bool(sleep["passes"]) and several
 
-            eventually(caught_up, within=120.0, what="a step after a sleep, and several lengths")
+            eventually(
+                caught_up,
+                timeout_seconds=120.0,
+                description="a step after a sleep, and several lengths",
+            )
         return answers, sidecar
 
 
@@ -123,8 +127,8 @@ def test_a_predictor_is_its_student_and_learns(
     with scripted_sidecar(tmp_path) as sidecar:
         sidecar.collect = True
         variables |= sidecar.variables
-        with serving(tmp_path, options(target, *speculation), variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path, options(target, *speculation), variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
 
             def play() -> float:
                 answers = engine.generate(prompts(), LENGTHS)
@@ -135,27 +139,29 @@ def test_a_predictor_is_its_student_and_learns(
 
             def state(part: str) -> dict[str, Any]:
                 engine.generate(prompts()[:1], [3])
-                found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
-                return found
+                part_state: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+                return part_state
 
             def reported() -> bool:
                 status = engine.internal_state()["speculation_controller"]
                 return bool(status["reports_sent"] == len(sidecar.reports))
 
             before = play()
-            eventually(reported, what="every step has been reported")
-            at = sidecar.run(lambda _: (3, False))
+            eventually(reported, description="every step has been reported")
+            plan_start = sidecar.run(lambda _: (3, False))
             (alone,) = engine.generate(prompts()[:1], [400])
-            reports = sidecar.reports_since(at, alone.meta["spec_verify_ct"])
+            reports = sidecar.reports_since(plan_start, alone.meta["spec_verify_ct"])
             live = accepted_by_context(reports, "nextn", 3)
             sidecar.collect = False
             sidecar.run(lambda _: (3, False))
-            eventually(lambda: not state("signals")["open"], what="all is with the writer")
-            eventually(lambda: state("signals")["waiting"] == 0, what="no signal waits")
-            student = Versions(signals / FOLDER).student(0)
-            found = list(SignalStore(signals, 1 << 30).read())
-            check_predictor(student, found, [*prompts()[0], *alone.tokens], live)
-            eventually(lambda: state("online")["state"] == "ready", what="the trainer is ready")
+            eventually(lambda: not state("signals")["open"], description="all is with the writer")
+            eventually(lambda: state("signals")["waiting"] == 0, description="no signal waits")
+            student = Versions(signals / FOLDER_NAME).load_student(0)
+            stored_signals = list(SignalStore(signals, 1 << 30).read())
+            check_predictor(student, stored_signals, [*prompts()[0], *alone.tokens], live)
+            eventually(
+                lambda: state("online")["state"] == "ready", description="the trainer is ready"
+            )
             sidecar.stride = 2
             sidecar.run(lambda _: (3, False))
             learnt: list[float] = []

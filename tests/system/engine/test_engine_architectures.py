@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
-from tests.support.engine import EngineProcess, install_plugin, serving
+from tests.support.engine import EngineProcess, install_plugin, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX
 
@@ -92,8 +92,8 @@ def written(folder: Path, config: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+    architecture: str = request.param
+    return architecture
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def plugins(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def plain(folder: Path, target: tuple[str, ...], plugins: dict[str, str]) -> list[list[int]]:
     (folder / "plain").mkdir()
-    with serving(folder / "plain", target, plugins) as engine:
+    with running_engine(folder / "plain", target, plugins) as engine:
         return [answer.tokens for answer in engine.generate(prompts(), LENGTHS)]
 
 
@@ -147,8 +147,8 @@ def engine(
     }
     flags = ("--speculative-algorithm", chains[0], "--speculative-draft-model-path", chains[1])
     (folder / "steered").mkdir()
-    with serving(folder / "steered", [*target, *flags], variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder / "steered", [*target, *flags], variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
-from tests.support.engine import EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 
@@ -24,7 +24,7 @@ KEY = "speculation_controller"
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Of plain decoding by two such ranks."""
-    with serving(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
         answers = engine.generate(PROMPTS[:COUNT], LENGTHS[:COUNT])
     return [answer.tokens for answer in answers]
 
@@ -45,8 +45,8 @@ def steered(
             "SPECULATION_GRACE_SECONDS": "0.6",
         }
         folder = tmp_path_factory.mktemp("steered")
-        with serving(folder, [*EAGLE3, *TWO_RANKS], variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(folder, [*EAGLE3, *TWO_RANKS], variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             yield engine, sidecar
 
 
@@ -106,7 +106,7 @@ def test_either_rank_may_be_idle(
         reported.append(sent() > before)
     # Only rank 0 reports, and only of its own requests.
     assert set(reported) == {False, True}
-    eventually(lambda: len(sidecar.reports) == sent(), what="the reports have come")
+    eventually(lambda: len(sidecar.reports) == sent(), description="the reports have come")
 
 
 def test_a_plan_runs_out_on_all_ranks_at_once(
@@ -126,7 +126,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     try:
         before = sidecar.run(lambda _: (7, False))
         # On a busy machine the first step may come when the plan has long run out.
-        eventually(ran_out_of_the_plan, what="the plan has run out, and the grace after it")
+        eventually(ran_out_of_the_plan, description="the plan has run out, and the grace after it")
     finally:
         sidecar.lease_ms = 60_000
         sidecar.answer = answer

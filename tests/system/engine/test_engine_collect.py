@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.signal_runs import PROMPT
+from engine_shim.sglang.learning.signal_runs import PROMPT_POSITIONS
 from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import Script, ScriptedSidecar
-from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
+from tests.support.engine import EAGLE3, TARGET, EngineProcess, running_engine
 from tests.support.eventually import eventually
-from tests.support.learning_engine import run_heard
+from tests.support.learning_engine import run_until_heard
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 
 MODEL = load_target(TARGET).requires_grad_(requires_grad=False)
@@ -53,14 +53,14 @@ def engine(
         "SPECULATION_GAMMAS": "0,1,3",
     }
     flags = (*EAGLE3, "--chunked-prefill-size", str(CHUNK))
-    with serving(tmp_path_factory.mktemp("collect"), flags, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("collect"), flags, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
 def status(engine: EngineProcess) -> dict[str, Any]:
-    found: dict[str, Any] = engine.internal_state()["speculation_controller"]["signals"]
-    return found
+    signal_status: dict[str, Any] = engine.internal_state()["speculation_controller"]["signals"]
+    return signal_status
 
 
 def found_in(folder: Path) -> list[Signal]:
@@ -70,7 +70,7 @@ def found_in(folder: Path) -> list[Signal]:
 def collect(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
     """Collecting begins, and the engine has heard of it."""
     sidecar.collect = True
-    run_heard(engine, sidecar, script)
+    run_until_heard(engine, sidecar, script)
 
 
 def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
@@ -83,7 +83,7 @@ def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
         now = status(engine)
         return bool(not now["open"] and now["waiting"] == 0)
 
-    eventually(all_written, what="everything is with the writer, and written")
+    eventually(all_written, description="everything is with the writer, and written")
 
 
 def test_without_the_regime_nothing_is_kept(
@@ -162,7 +162,7 @@ def test_what_was_verified_follows_the_end_of_its_prompt(
     collect(engine, sidecar, lambda _: (3, False))
     answers = engine.generate(prompts, [60] * len(prompts))
     settled(engine, sidecar)
-    student = Versions(folder / FOLDER).student(0)
+    student = Versions(folder / FOLDER_NAME).load_student(0)
     assert isinstance(student, Eagle3Student)
     layers = student.shape.feature_layers
     signals = {signal.start + signal.context: signal for signal in found_in(folder)}
@@ -170,17 +170,17 @@ def test_what_was_verified_follows_the_end_of_its_prompt(
         signal = signals[len(prompt)]
         cached = answer.meta["cached_tokens"]
         assert cached > len(prompt) / 2 if is_cached else cached < 5
-        assert signal.context == min(len(prompt) - cached, PROMPT)
+        assert signal.context == min(len(prompt) - cached, PROMPT_POSITIONS)
         served = [*prompt, *answer.tokens]
         # The last step may have verified more than was asked for.
         rows = min(len(signal.tokens), len(served) - signal.start)
         assert signal.tokens[:rows].tolist() == served[signal.start : signal.start + rows]
         final, features = MODEL.hidden_and_features(torch.tensor([served]), layers)
-        at = slice(signal.start, signal.start + rows)
+        verified_rows = slice(signal.start, signal.start + rows)
         assert signal.final is not None
         for kept, computed in (
-            (signal.features[:rows], torch.cat(features, dim=-1)[0, at]),
-            (signal.final[:rows], final[0, at]),
+            (signal.features[:rows], torch.cat(features, dim=-1)[0, verified_rows]),
+            (signal.final[:rows], final[0, verified_rows]),
         ):
             apart = (kept.float() - computed).norm(dim=-1) / computed.norm(dim=-1)
             assert float(apart.max()) < 0.02
@@ -208,9 +208,9 @@ def test_a_store_that_cannot_be_written_is_said_and_serving_goes_on(
     answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
     assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
     settled(engine, sidecar)
-    found = status(engine)
-    assert found["dropped"] > 0
-    assert found["state"].startswith("failing")
+    signal_status = status(engine)
+    assert signal_status["dropped"] > 0
+    assert signal_status["state"].startswith("failing")
     moved.rename(folder)
 
 

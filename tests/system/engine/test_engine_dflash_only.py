@@ -7,11 +7,18 @@ import pytest
 
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
-from tests.support.engine import DFLASH, LONE, MODES, EngineProcess, install_plugin, serving
+from tests.support.engine import (
+    DFLASH,
+    DFLASH_ONLY,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    running_engine,
+)
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
-    ALONE,
+    SINGLE_PROMPT,
     accepted_by_context,
     check_against_student,
     play,
@@ -53,8 +60,8 @@ def engine(
         "SPECULATION_GRAPH_LIMITS": "7:8",
         "SPECULATION_LOOKUP": "1",
     }
-    with serving(tmp_path_factory.mktemp("steered"), LONE, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), DFLASH_ONLY, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -97,10 +104,10 @@ def test_blocks_are_the_students_also_after_a_pause(
     def pauses(count: int) -> Arm:
         return (7, False) if count % 9 < 4 else (0, asleep)
 
-    sequence = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
+    sequence = [*SINGLE_PROMPT[0], *plain["alone"][0][:ALONE_LENGTH]]
     live: dict[int, int] = {}
     for script in (lambda _: (7, False), pauses):
-        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, script, SINGLE_PROMPT, [ALONE_LENGTH])
         assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
         live |= accepted_by_context(reports, "dflash", 7)
     check_against_student(live, sequence)
@@ -122,14 +129,16 @@ def test_when_the_block_fails_the_engine_goes_on(
             "PYTHONPATH": str(plugins),
             "SABOTAGE_FILE": str(tmp_path / "broken"),
         }
-        with serving(tmp_path / "engine", LONE, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", DFLASH_ONLY, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             (tmp_path / "broken").touch()
-            answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
+            answer = engine.generate(SINGLE_PROMPT, [ALONE_LENGTH])[0]
             assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
-            eventually(lambda: any(r.lost for r in sidecar.requests), what="the loss is told")
+            eventually(
+                lambda: any(r.lost for r in sidecar.requests), description="the loss is told"
+            )
     assert log.count("DFlash no longer drafts") == 1
     [loss] = next(request.lost for request in sidecar.requests if request.lost)
     assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")

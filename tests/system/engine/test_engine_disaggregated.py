@@ -16,7 +16,7 @@ import pytest
 
 from lab.harness.processes import free_port
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
-from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS
@@ -53,7 +53,7 @@ def prefills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefills]:
         "--disaggregation-bootstrap-port", str(port),
     ]  # fmt: skip
     mode = ("--disaggregation-mode", "prefill")
-    with serving(tmp_path_factory.mktemp("prefills"), [*options, *mode]) as engine:
+    with running_engine(tmp_path_factory.mktemp("prefills"), [*options, *mode]) as engine:
         yield Prefills(engine, options, port)
 
 
@@ -79,8 +79,8 @@ def decoding(
         "--disaggregation-decode-retraction-backup", "cpu_tensor",
         *more,
     ]  # fmt: skip
-    with serving(folder, options, steered) as engine:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder, options, steered) as engine:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield engine
 
 
@@ -103,9 +103,9 @@ def answered(
 
 
 def assert_plain(answers: list[list[int]], plain: list[list[int]]) -> None:
-    for found, tokens in zip(answers, plain, strict=True):
+    for answer_tokens, tokens in zip(answers, plain, strict=True):
         both = min(len(tokens), GREEDY["max_new_tokens"])
-        assert found[:both] == tokens[:both]
+        assert answer_tokens[:both] == tokens[:both]
 
 
 @pytest.mark.parametrize("way", ["eager", "overlapped"])

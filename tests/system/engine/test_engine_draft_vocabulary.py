@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 
 from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import ScriptedSidecar
-from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
+from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, running_engine
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, run_heard, status, wave
+from tests.support.learning_engine import run_until_heard, status, wait_for_status, wave
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
-from tests.support.specforge_runs import PASSES, Run, trained
+from tests.support.specforge_runs import PASSES, Run, train_runs
 from tests.support.training_rounds import with_draft_vocabulary
-from trainer.adapt import acceptance, served_acceptance
-from trainer.checkpoint import load_draft, save_draft
+from trainer.adapt import acceptance_rate, served_acceptance
+from trainer.checkpoint import load_eagle3, save_eagle3
 from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -48,8 +48,8 @@ def vocabulary(plain: dict[str, list[list[int]]]) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def draft(vocabulary: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draft")
-    save_draft(
-        with_draft_vocabulary(load_draft(Path(CODE_ONLY[-1]), EMBEDDING), vocabulary), folder
+    save_eagle3(
+        with_draft_vocabulary(load_eagle3(Path(CODE_ONLY[-1]), EMBEDDING), vocabulary), folder
     )
     config = json.loads((folder / "config.json").read_text())
     assert (config["vocab_size"], config["draft_vocab_size"]) == (TOKENS, DRAFTS)
@@ -81,8 +81,8 @@ def engine(
         "SPECULATION_SIGNALS_FINAL_STATES": "1",
     }
     arguments = (*CODE_ONLY[:-1], str(draft))
-    with serving(tmp_path_factory.mktemp("vocabulary"), arguments, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("vocabulary"), arguments, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -110,16 +110,16 @@ def test_what_is_collected_trains_in_specforge_and_its_drafter_serves(
     tmp_path: Path,
 ) -> None:
     sidecar.collect = True
-    run_heard(engine, sidecar, lambda _: (GAMMA, False))
+    run_until_heard(engine, sidecar, lambda _: (GAMMA, False))
     lengths = [wave(engine, number, plain_waves) for number in range(3)]
     sidecar.collect = False
     sidecar.run(lambda _: (GAMMA, False))
-    between_steps(engine, "signals", "open", value=False)
-    between_steps(engine, "signals", "waiting", 0)
+    wait_for_status(engine, "signals", "open", value=False)
+    wait_for_status(engine, "signals", "waiting", 0)
     signals = [one for one in SignalStore(folder, 1 << 30).read() if len(one.tokens) > 100]
     assert len(signals) >= 10
-    versions = Versions(folder / FOLDER)
-    student = versions.student(0)
+    versions = Versions(folder / FOLDER_NAME)
+    student = versions.load_student(0)
     assert isinstance(student, Eagle3Student)
     assert student.tokens is not None
     assert torch.equal(student.tokens, vocabulary)
@@ -127,25 +127,27 @@ def test_what_is_collected_trains_in_specforge_and_its_drafter_serves(
 
     out = tmp_path / "out"
     assert export_signals(folder, versions, 0, TARGET, out) >= 10
-    exported, served = (load_file(at / "model.safetensors") for at in (out / "draft", draft))
+    exported, served = (
+        load_file(model_folder / "model.safetensors") for model_folder in (out / "draft", draft)
+    )
     assert exported.keys() == served.keys()
     for name, part in served.items():
         assert torch.equal(exported[name], part), name
 
     run = Run(out, "sglang", ("training.ttt_length=3", *PASSES))
-    (logged,) = trained(run, kernel=False)
+    (logged,) = train_runs(run, kernel=False)
     print(f"SpecForge's loss {logged[0]['loss']:.2f}, then {logged[-1]['loss']:.2f}")
-    number = import_draft(run.made, versions)
+    number = import_draft(run.trained_folder, versions)
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))
-    between_steps(engine, "draft", "version", number)
+    wait_for_status(engine, "draft", "version", number)
     after = wave(engine, 3, plain_waves)
     print(f"acceptance length {lengths[-1]:.2f}, of the version {after:.2f}")
     assert after > max(lengths) + 0.3
     # Back to what was loaded.
     sidecar.draft_version = 0
     sidecar.run(lambda _: (GAMMA, False))
-    between_steps(engine, "draft", "version", 0)
+    wait_for_status(engine, "draft", "version", 0)
     assert wave(engine, 3, plain_waves) < after - 0.2
 
 
@@ -153,7 +155,7 @@ def check_student(student: Eagle3Student, signals: list[Signal]) -> None:
     """It accepts what the engine's drafter did: it is the same drafter, with the same tokens."""
     served = served_acceptance(signals)
     assert served is not None
-    ours = acceptance(student, signals, GAMMA)
+    ours = acceptance_rate(student, signals, GAMMA)
     print(f"acceptance rate {served:.3f} in service, {ours:.3f} of the student")
     assert ours == pytest.approx(served, abs=0.02)
 
@@ -161,7 +163,7 @@ def check_student(student: Eagle3Student, signals: list[Signal]) -> None:
 def test_it_learns_what_it_serves(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
-    between_steps(engine, "online", "state", "ready")
+    wait_for_status(engine, "online", "state", "ready")
     sidecar.run(lambda _: (GAMMA, False))
     before = wave(engine, 0, plain_waves)
     sidecar.stride = 3
@@ -169,10 +171,12 @@ def test_it_learns_what_it_serves(
     # The slower the machine, the fewer updates land in a wave.
     for number in range(1, PLAYS_MAX):
         after = wave(engine, number % len(WAVES), plain_waves)
-        found = status(engine, "online")
-        if number >= len(WAVES) - 1 and found["updates"] > 20 and after > before + 0.4:
+        online_status = status(engine, "online")
+        if number >= len(WAVES) - 1 and online_status["updates"] > 20 and after > before + 0.4:
             break
-    print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
-    assert found["updates"] > 20
-    assert found["refused"] == 0
+    print(
+        f"acceptance length {before:.2f}, then {after:.2f} after {online_status['updates']} updates"
+    )
+    assert online_status["updates"] > 20
+    assert online_status["refused"] == 0
     assert after > before + 0.4

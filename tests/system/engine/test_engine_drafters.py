@@ -21,14 +21,14 @@ from tests.support.engine import (
     MODES,
     EngineProcess,
     install_plugin,
-    serving,
+    running_engine,
 )
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
-    ALONE,
     CROWD,
     CROWD_LENGTH,
     PLAYS_MAX,
+    SINGLE_PROMPT,
     accepted_by_context,
     check_against_student,
     play,
@@ -92,8 +92,8 @@ def engine(
         "SPECULATION_ONLINE_UPDATES": "1",
         "SPECULATION_SIGNALS_FOLDER": str(folder),
     }
-    with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -150,7 +150,7 @@ def alone(
     plain: dict[str, list[list[int]]],
     script: Callable[[int], Arm],
 ) -> list[StepReport]:
-    answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+    answers, reports = play(engine, sidecar, script, SINGLE_PROMPT, [ALONE_LENGTH])
     assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
     return reports
 
@@ -160,7 +160,7 @@ def undisturbed(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> dict[int, dict[int, int]]:
     """Of each drafter: accepted drafts by context where no other drafts."""
-    found: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    counts_by_drafter: dict[int, dict[int, int]] = {0: {}, 1: {}}
     for which, drafter in enumerate(("eagle3", "dflash")):
         # Long drafts meet few contexts: plain steps between them meet the others.
         for script in (
@@ -169,8 +169,8 @@ def undisturbed(
             lambda count, which=which: (3, False, which) if count % 3 else (0, False, 0),
         ):
             reports = alone(engine, sidecar, plain, script)
-            found[which] |= accepted_by_context(reports, drafter, 3)
-    return found
+            counts_by_drafter[which] |= accepted_by_context(reports, drafter, 3)
+    return counts_by_drafter
 
 
 @FIRST_AND_LAST
@@ -218,7 +218,7 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
 ) -> None:
     reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
     live = accepted_by_context(reports, "dflash", 7)
-    check_against_student(live, [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]])
+    check_against_student(live, [*SINGLE_PROMPT[0], *plain["alone"][0][:ALONE_LENGTH]])
 
 
 @FIRST_AND_LAST
@@ -244,8 +244,8 @@ def test_the_own_drafter_is_the_one_that_learns(
     """Collected and learnt from is every step; counted are the drafts of its own."""
 
     def state(part: str) -> dict[str, Any]:
-        found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
-        return found
+        part_state: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+        return part_state
 
     layers, hidden = 3, 128
     arms = [(3, False, 0), (3, False, 1), (0, False, 0)]
@@ -255,10 +255,10 @@ def test_the_own_drafter_is_the_one_that_learns(
     sidecar.collect = False
 
     def all_written() -> bool:
-        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        play(engine, sidecar, lambda _: (3, False, 0), SINGLE_PROMPT, [8])
         return bool(not state("signals")["open"] and state("signals")["waiting"] == 0)
 
-    eventually(all_written, what="everything is with the writer, and written")
+    eventually(all_written, description="everything is with the writer, and written")
     signals = list(SignalStore(folder, 1 << 30).read())
     assert signals
     assert {signal.features.shape[1] for signal in signals} == {layers * hidden}
@@ -273,10 +273,10 @@ def test_the_own_drafter_is_the_one_that_learns(
     sidecar.stride = 2
 
     def ready() -> bool:
-        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        play(engine, sidecar, lambda _: (3, False, 0), SINGLE_PROMPT, [8])
         return bool(state("online")["state"] == "ready")
 
-    eventually(ready, within=240.0, what="the trainer is ready")
+    eventually(ready, timeout_seconds=240.0, description="the trainer is ready")
     before = state("online")["updates"]
     # An update may take longer than a play.
     for _ in range(PLAYS_MAX):
@@ -285,9 +285,9 @@ def test_the_own_drafter_is_the_one_that_learns(
         if state("online")["updates"] > before:
             break
     sidecar.stride = 0
-    found = state("online")
-    assert (found["state"], found["refused"]) == ("ready", 0)
-    assert found["updates"] > before
+    online_state = state("online")
+    assert (online_state["state"], online_state["refused"]) == ("ready", 0)
+    assert online_state["updates"] > before
 
 
 @pytest.mark.parametrize("mode", ["overlapped"], indirect=True)
@@ -315,8 +315,8 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
         }
         # Room for six or seven of them.
         crowded = ("--max-total-tokens", "900")
-        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             tokens: dict[int, list[int]] = {}
 
             def ask(number: int) -> None:
@@ -339,7 +339,9 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
             assert "no longer drafts" not in log
         aborted = {number for number in tokens if number % 5 == 4}
         assert len(tokens) == len(CROWD)
-        for number, found in tokens.items():
+        for number, answer_tokens in tokens.items():
             expected = plain["crowd"][number]
-            assert found == (expected[: len(found)] if number in aborted else expected), number
+            assert answer_tokens == (
+                expected[: len(answer_tokens)] if number in aborted else expected
+            ), number
         assert {report.drafter for report in sidecar.reports} == {"eagle3", "dflash"}

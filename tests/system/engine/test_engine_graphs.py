@@ -8,7 +8,14 @@ import pytest
 
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
 from speculation.v1.engine_pb2 import StepReport
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
+from tests.support.engine import (
+    DFLASH,
+    EAGLE3,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    running_engine,
+)
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play, play_until
 
@@ -49,8 +56,8 @@ def engine(
     sizes = ("--cuda-graph-bs-decode", "1", "2", str(LARGEST), "--speculative-num-steps", "2")
     topk = ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3")
     folder = tmp_path_factory.mktemp("steered")
-    with serving(folder, [*EAGLE3, *sizes, *topk], variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder, [*EAGLE3, *sizes, *topk], variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import Arm, scripted_sidecar
-from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, serving
+from tests.support.engine import DFLASH, DFLASH_ONLY, EAGLE3, MODES, TARGET, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
-    ALONE,
+    SINGLE_PROMPT,
     accepted_by_context,
     check_against_student,
     play,
@@ -44,15 +44,15 @@ def test_it_drafts_what_it_would_elsewhere(
 ) -> None:
     arm: Arm = (7, False, 0 if alone else 1)
     second = {} if alone else {"SPECULATION_DFLASH_MODEL_PATH": str(drafter)}
-    flags = (*LONE[:-1], str(drafter)) if alone else EAGLE3
+    flags = (*DFLASH_ONLY[:-1], str(drafter)) if alone else EAGLE3
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {**sidecar.variables, **MODES[mode], **second, "SPECULATION_GAMMAS": "0,3,7"}
-        with serving(tmp_path / "engine", flags, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
-            answers, reports = play(engine, sidecar, lambda _: arm, ALONE, [LENGTH])
+        with running_engine(tmp_path / "engine", flags, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
+            answers, reports = play(engine, sidecar, lambda _: arm, SINGLE_PROMPT, [LENGTH])
     assert answers[0].tokens == plain["alone"][0][:LENGTH]
     live = accepted_by_context(reports, "dflash", 7)
     target = load_target(TARGET)
     student = load_dflash(drafter, target.model.embed_tokens.weight)
-    check_against_student(live, [*ALONE[0], *answers[0].tokens], target, student)
+    check_against_student(live, [*SINGLE_PROMPT[0], *answers[0].tokens], target, student)
     assert sum(live.values()) > len(live)

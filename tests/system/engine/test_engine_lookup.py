@@ -21,16 +21,16 @@ from speculation.v1.engine_pb2 import (
     StepReport,
 )
 from speculation.v1.plan_pb2 import MixtureRule
-from tests.support.engine import DFLASH, EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import DFLASH, EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
-from tests.support.looking_up import looked_up
 from tests.support.mixture_rules import rules_of
+from tests.support.prompt_lookup import look_up
 from tests.support.prompts_in_flight import (
-    ALONE,
-    ALONE_LENGTH,
     LENGTHS,
     PLAYS_MAX,
     PROMPTS,
+    SINGLE_LENGTH,
+    SINGLE_PROMPT,
     accepted_by_context,
     begin_script,
     play,
@@ -99,8 +99,8 @@ def engine(
         "SPECULATION_SLEEP_POSITIONS": "12",
     }
     options = (*EAGLE3, "--chat-template", "chatml")
-    with serving(tmp_path_factory.mktemp("steered"), options, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), options, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -119,8 +119,8 @@ def test_it_introduces_the_lookup_and_two_mixtures(
 def test_memory_was_left_for_what_the_lookup_takes(engine: EngineProcess) -> None:
     log = engine.log.read_text()
     (left,) = re.findall(r"MiB are left .*, and ([\d.]+) for prompt lookup", log)
-    (found,) = re.findall(r"keeps ([\d.]+) MiB of tokens, and takes ([\d.]+) MiB with", log)
-    kept, taken = map(float, found)
+    (lookup_mib,) = re.findall(r"keeps ([\d.]+) MiB of tokens, and takes ([\d.]+) MiB with", log)
+    kept, taken = map(float, lookup_mib)
     # The request pool's rows are longer than the longest context; a page is added at most.
     assert 0 < kept < taken <= float(left) <= taken + 0.1
 
@@ -154,7 +154,7 @@ def test_the_lookup_drafts_what_followed_the_longest_match(
     assert len(live) > 5
     for context, accepted in live.items():
         known, truth = tokens[: context + 1], tokens[context + 1 : context + 8]
-        match, drafts = looked_up(known, 7)
+        match, drafts = look_up(known, 7)
         assert matches[context] == match
         if len(truth) == 7 and match:
             agreed = next((k for k in range(7) if drafts[k] != truth[k]), 7)
@@ -181,10 +181,12 @@ def test_without_drafts_first_tokens_are_compared_with_what_is_decoded(
             compared += 1
             different += parts["eagle3"] != ([0, 1] if accepted[report.kv_tokens] else [1, 0])
         known = [*PROMPTS[0], *plain["batch"][0]]
-        at = report.kv_tokens + 1
-        match, drafts = looked_up(known[:at], 1)
-        if at < len(known):
-            assert parts["ngram"] == ([0, 1] if match and drafts == known[at : at + 1] else [1, 0])
+        next_position = report.kv_tokens + 1
+        match, drafts = look_up(known[:next_position], 1)
+        if next_position < len(known):
+            assert parts["ngram"] == (
+                [0, 1] if match and drafts == known[next_position : next_position + 1] else [1, 0]
+            )
     assert compared > 5
     assert different <= max(1, compared // 30)
 
@@ -201,12 +203,12 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
         return (3, False, LOOKUP if step in (4, 5) or 9 <= step < 14 or step >= 20 else 0)
 
     def sleep() -> dict[str, int]:
-        found: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
-        return found
+        sleep_state: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
+        return sleep_state
 
     awake: dict[int, int] = {}
     for script in (lambda _: (3, False, 0), lambda count: (3 * (count % 2), False, 0)):
-        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, script, SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         awake |= accepted_by_context(reports, "eagle3", 3)
 
@@ -217,16 +219,23 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
     for number in range(PLAYS_MAX):
         # On a quiet machine every play of one script is the same, and shows the same few contexts.
         shifted = partial(naps, 7 * number)
-        answers, reports = play(engine, sidecar, shifted, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, shifted, SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
-        found = accepted_by_context(reports, "eagle3", 3)
+        accepted = accepted_by_context(reports, "eagle3", 3)
         woken = {
             after.kv_tokens
             for first, after in itertools.pairwise(reports)
             if (first.drafter, after.drafter) == ("ngram", "eagle3")
         }
-        fresh |= {at: found[at] for at in woken & found.keys() & awake.keys()}
-        later |= {at: k for at, k in found.items() if at in awake and at not in woken}
+        fresh |= {
+            context_length: accepted[context_length]
+            for context_length in woken & accepted.keys() & awake.keys()
+        }
+        later |= {
+            context_length: k
+            for context_length, k in accepted.items()
+            if context_length in awake and context_length not in woken
+        }
         slept = {name: count - before[name] for name, count in sleep().items()}
         if slept["slept"] > 40 and len(fresh) > FRESH_CONTEXTS and len(later) > 10:
             break
@@ -285,8 +294,10 @@ def check_counts(report: StepReport, rows: int = 0) -> None:
 
 def is_whole(report: StepReport) -> bool:
     """Whether the answers took all tokens of a step: none had ended, none was cut at its end."""
-    given = sum((k + 1) * count for k, count in enumerate(report.accepted_counts))
-    return given == report.delivered_tokens and not any(group.ended for group in report.groups)
+    token_count = sum((k + 1) * count for k, count in enumerate(report.accepted_counts))
+    return token_count == report.delivered_tokens and not any(
+        group.ended for group in report.groups
+    )
 
 
 def test_beside_its_main_drafter_alone_a_mixture_would_have_given_what_its_rule_says(
@@ -320,13 +331,13 @@ def test_the_rule_decides_which_rows_use_the_lookup(
         sidecar.rules = kept
     # Wherever it has found a match: in the last steps, that is, after the plan has come.
     for report in [report for report in reports if is_whole(report)][-5:]:
-        without = sum(
+        lookup_accepted = sum(
             sum(part.accepted_counts)
             for part in report.proposals
             if (part.drafter, part.match_length) == ("ngram", 0)
         )
         own = sum(sum(g.accepted_counts) for g in report.groups if g.drafter == "eagle3")
-        assert own == without
+        assert own == lookup_accepted
 
 
 def test_other_requests_in_the_same_rows_are_out_of_reach(
@@ -406,7 +417,7 @@ def test_the_openai_api_hands_a_wish_on(engine: EngineProcess, sidecar: Scripted
         lambda: any(
             part.label == "letters" for r in sidecar.reports[before:] for part in r.classes
         ),
-        what="a report with the class",
+        description="a report with the class",
     )
 
 
@@ -421,11 +432,11 @@ def test_chats_with_one_system_prompt_are_a_class_from_the_second_one_on(
         engine.chat(system, f"Is this {label}?")
         engine.chat("Short.", "And this?", custom_params={"speculation_class": label})
 
-        def found() -> set[str]:
+        def token_hashes() -> set[str]:
             return {part.label for report in sidecar.reports[before:] for part in report.classes}
 
-        eventually(lambda: label in found(), what="a report of the chat after it")
-        return {name for name in found() if re.fullmatch("[0-9a-f]{8}", name)}
+        eventually(lambda: label in token_hashes(), description="a report of the chat after it")
+        return {name for name in token_hashes() if re.fullmatch("[0-9a-f]{8}", name)}
 
     first, second = (f"You read {name}. " * SYSTEM_TOKENS for name in ("invoices", "letters"))
     assert hashes(first, "the first request") == set()
@@ -443,7 +454,7 @@ def test_an_adapter_that_is_asked_for_is_refused_and_no_class(
         engine.chat("Short.", "What is the sum?", lora_path="invoices")
     before = begin_script(engine, sidecar, lambda _: (3, False, 0))
     assert engine.chat("Short.", "What is the sum?")["choices"][0]["message"]["content"]
-    eventually(lambda: len(sidecar.reports) > before, what="a report")
+    eventually(lambda: len(sidecar.reports) > before, description="a report")
     assert not any(report.classes for report in sidecar.reports[before:])
 
 
@@ -466,7 +477,7 @@ def test_the_shim_keeps_the_contract(tmp_path: Path) -> None:
     }
     with (
         ThreadPoolExecutor(1) as pool,
-        serving(tmp_path, EAGLE3, variables) as engine,
+        running_engine(tmp_path, EAGLE3, variables) as engine,
     ):
         check = pool.submit(ShimCheck(address, lines.append, 60.0).run)
         while not check.done():

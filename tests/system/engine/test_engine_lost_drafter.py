@@ -10,7 +10,14 @@ import pytest
 
 from lab.harness.scripted_sidecar import scripted_sidecar
 from speculation.v1 import engine_pb2, policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
+from tests.support.engine import (
+    DFLASH,
+    EAGLE3,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    running_engine,
+)
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play
 from tests.support.sidecar_process import PATIENCE_SECONDS, controller, sidecar_process
@@ -99,10 +106,10 @@ def steered(
             "SABOTAGE_FILE": str(folder / "broken"),
             "PYTHONPATH": str(plugins),
         }
-        with serving(folder / "engine", EAGLE3, variables) as engine:
+        with running_engine(folder / "engine", EAGLE3, variables) as engine:
             operators = sidecar.address.replace("controller.sock", "controller-operators.sock")
             running = Steered(engine, sidecar.address, operators)
-            eventually(running.status, what="the engine introduces itself")
+            eventually(running.status, description="the engine introduces itself")
             yield running
 
 
@@ -132,9 +139,9 @@ def test_a_drafter_that_cannot_draft_is_found_before_there_is_traffic(
         check_learner_loss(status.engine.lost)
         assert not status.engine.capabilities.can_update_online
         assert "this engine has lost dflash" in running.engine.log.read_text()
-        found = running.engine.internal_state()["speculation_controller"]
-        assert found["online"] is None
-        assert [(loss["drafter"], loss["reason"]) for loss in found["lost"]] == [
+        controller_state = running.engine.internal_state()["speculation_controller"]
+        assert controller_state["online"] is None
+        assert [(loss["drafter"], loss["reason"]) for loss in controller_state["lost"]] == [
             ("dflash", "MemoryError: sabotaged"),
             ("", "MemoryError: sabotaged"),
         ]
@@ -155,10 +162,10 @@ def test_a_drafter_that_fails_in_traffic_is_planned_no_more(
             running.play(plain)
             return (running.ran().drafter, running.ran().gamma) == ("dflash", 3)
 
-        eventually(drafts, within=60, what="DFlash drafts")
+        eventually(drafts, timeout_seconds=60, description="DFlash drafts")
         (tmp_path / "broken").touch()
         running.play(plain)
-        eventually(lambda: running.explain().lost, what="the sidecar hears of it")
+        eventually(lambda: running.explain().lost, description="the sidecar hears of it")
         explained = running.explain()
         check_learner_loss(explained.lost)
         online = running.engine.internal_state()["speculation_controller"]["online"]
@@ -191,7 +198,7 @@ def test_the_rehearsal_leaves_no_trace(plain: dict[str, list[list[int]]], tmp_pa
         assert [answer.tokens for answer in answers] == plain["batch"]
         assert all(answer.meta["cached_tokens"] == 0 for answer in answers)
         assert running.engine.internal_state()["memory_usage"] == memory
-        eventually(lambda: running.ran().step, what="steps are reported")
+        eventually(lambda: running.ran().step, description="steps are reported")
 
 
 def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
@@ -208,16 +215,18 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
             "SABOTAGE_FILE": str(tmp_path / "broken"),
             "PYTHONPATH": str(plugins),
         }
-        with serving(tmp_path / "engine", EAGLE3, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", EAGLE3, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             (tmp_path / "broken").touch()
             answers, reports = play(engine, sidecar, lambda _: (3, False, 1))
             assert [answer.tokens for answer in answers] == plain["batch"]
             log = engine.log.read_text()
-            eventually(lambda: any(r.lost for r in sidecar.requests), what="the loss is told")
+            eventually(
+                lambda: any(r.lost for r in sidecar.requests), description="the loss is told"
+            )
     assert {report.drafter for report in reports} == {"eagle3"}
     assert log.count("DFlash no longer drafts; the engine continues with its own drafter") == 1
     assert log.count("this engine has lost dflash") == 1
-    told = [list(request.lost) for request in sidecar.requests if request.lost]
-    assert len(told) == 1
-    check_loss(told[0])
+    reported_losses = [list(request.lost) for request in sidecar.requests if request.lost]
+    assert len(reported_losses) == 1
+    check_loss(reported_losses[0])

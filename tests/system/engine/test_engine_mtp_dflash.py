@@ -16,14 +16,14 @@ from lab.cpu_engine.engine_command import MIMO
 from lab.cpu_engine.models.targets import load_predictor, load_target, save_predictor
 from lab.harness.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
-from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, serving
+from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
-    ALONE,
     LENGTHS,
     PLAYS_MAX,
     PROMPTS,
+    SINGLE_PROMPT,
     accepted_by_context,
     check_against_student,
     play,
@@ -31,7 +31,7 @@ from tests.support.prompts_in_flight import (
     play_arm,
     play_until,
 )
-from tests.support.rank_weights import check_served, made, shown
+from tests.support.rank_weights import check_served, load_trained, weights_variables
 from trainer.checkpoint import load_dflash
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,10 +68,10 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     target = ("--model-path", str(MIMO / "target"))
-    with serving(tmp_path_factory.mktemp("plain"), target) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), target) as engine:
         return {
             "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
-            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
+            "alone": [answer.tokens for answer in engine.generate(SINGLE_PROMPT, [ALONE_LENGTH])],
         }
 
 
@@ -102,10 +102,10 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     learning = {"SPECULATION_ONLINE_UPDATES": "1"}
-    with serving(
+    with running_engine(
         tmp_path_factory.mktemp("steered"), MTP, variables(mode, sidecar) | learning
     ) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -125,10 +125,10 @@ def test_both_draft_what_is_accepted(
     name = "nextn" if arm[2:] == (0,) else "dflash"
     reports = play_arm(engine, sidecar, (name, arm), plain["batch"])
     assert not any(report.flags.eager_fallback for report in reports)
-    answers, reports = play(engine, sidecar, lambda _: arm, ALONE, [ALONE_LENGTH])
+    answers, reports = play(engine, sidecar, lambda _: arm, SINGLE_PROMPT, [ALONE_LENGTH])
     assert [answer.tokens for answer in answers] == plain["alone"]
-    found = accepted_by_context(reports, name, arm[0])
-    assert sum(found.values()) / len(found) > 0.5 * arm[0]
+    accepted = accepted_by_context(reports, name, arm[0])
+    assert sum(accepted.values()) / len(accepted) > 0.5 * arm[0]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -144,12 +144,12 @@ def test_the_predictor_drafts_what_its_student_would_whoever_drafted_before(
 ) -> None:
     live: dict[int, int] = {}
     for prompt_end in range(2):
-        prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
+        prompt = [*SINGLE_PROMPT[0], *plain["alone"][0][:prompt_end]]
         length = ALONE_LENGTH - prompt_end
         answers, reports = play(engine, sidecar, MIXED[script], [prompt], [length])
         assert answers[0].tokens == plain["alone"][0][prompt_end:]
         live |= accepted_by_context(reports, "nextn", 3)
-    tokens = torch.tensor([[*ALONE[0], *plain["alone"][0]]])
+    tokens = torch.tensor([[*SINGLE_PROMPT[0], *plain["alone"][0]]])
     target = load_target(MIMO / "target")
     student = load_predictor(MIMO / "target", target.model.embed_tokens.weight)
     with torch.no_grad():
@@ -170,31 +170,31 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
 ) -> None:
     live: dict[int, int] = {}
     for prompt_end in range(2):
-        prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
+        prompt = [*SINGLE_PROMPT[0], *plain["alone"][0][:prompt_end]]
         _, reports = play(
             engine, sidecar, blocks_amid_chains, [prompt], [ALONE_LENGTH - prompt_end]
         )
         live |= accepted_by_context(reports, "dflash", 7)
     target = load_target(MIMO / "target")
     student = load_dflash(BLOCK_MODEL, target.model.embed_tokens.weight)
-    check_against_student(live, [*ALONE[0], *plain["alone"][0]], target, student)
+    check_against_student(live, [*SINGLE_PROMPT[0], *plain["alone"][0]], target, student)
 
 
 def test_the_predictor_learns_beside_the_block_drafter(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     def online() -> dict[str, Any]:
-        found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
-        return found
+        online_status: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+        return online_status
 
     arms = [(3, False, 0), (3, False, 1), (0, False, 0)]
     sidecar.stride = 2
 
     def ready() -> bool:
-        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        play(engine, sidecar, lambda _: (3, False, 0), SINGLE_PROMPT, [8])
         return bool(online()["state"] == "ready")
 
-    eventually(ready, within=240.0, what="the trainer is ready")
+    eventually(ready, timeout_seconds=240.0, description="the trainer is ready")
     before = online()["updates"]
     # An update may take longer than a play.
     for _ in range(PLAYS_MAX):
@@ -203,9 +203,9 @@ def test_the_predictor_learns_beside_the_block_drafter(
         if online()["updates"] > before:
             break
     sidecar.stride = 0
-    found = online()
-    assert (found["state"], found["refused"]) == ("ready", 0)
-    assert found["updates"] > before
+    online_state = online()
+    assert (online_state["state"], online_state["refused"]) == ("ready", 0)
+    assert online_state["updates"] > before
 
 
 @pytest.fixture
@@ -223,17 +223,17 @@ def damaged(tmp_path: Path) -> Path:
 @pytest.mark.nightly
 def test_two_ranks_run_both_and_the_predictor_learns(damaged: Path, tmp_path: Path) -> None:
     target = ("--model-path", str(MIMO / "target"))
-    with serving(tmp_path / "plain", [*target, *TWO_RANKS]) as engine:
+    with running_engine(tmp_path / "plain", [*target, *TWO_RANKS]) as engine:
         expected = [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
     choose = random.Random(3)
     # The ranks must be given one order.
     order = choose.choices(ARMS, k=5000)
     with scripted_sidecar(tmp_path) as sidecar:
-        given = variables("overlapped", sidecar) | shown(tmp_path)
-        given |= {"SPECULATION_SLEEP_POSITIONS": "8", "SPECULATION_ONLINE_UPDATES": "1"}
+        environment = variables("overlapped", sidecar) | weights_variables(tmp_path)
+        environment |= {"SPECULATION_SLEEP_POSITIONS": "8", "SPECULATION_ONLINE_UPDATES": "1"}
         models = [str(damaged) if part == str(MIMO / "target") else part for part in MTP]
-        with serving(tmp_path / "steered", [*models, *TWO_RANKS], given) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "steered", [*models, *TWO_RANKS], environment) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             asked = {("nextn", gamma) for gamma in GAMMAS}
             asked |= {("dflash", gamma) for gamma in GAMMAS[1:]}
             play_until(
@@ -244,15 +244,15 @@ def test_two_ranks_run_both_and_the_predictor_learns(damaged: Path, tmp_path: Pa
                 expected,
             )
             check_learning(engine, sidecar, expected)
-            check_served(tmp_path, made(tmp_path))
+            check_served(tmp_path, load_trained(tmp_path))
 
 
 def check_learning(engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]) -> None:
     """The predictor accepts more and more; in the end no update is under way."""
 
     def online() -> dict[str, Any]:
-        found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
-        return found
+        online_status: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+        return online_status
 
     def acceptance_length() -> float:
         reports = play_arm(engine, sidecar, ("nextn", (3, False, 0)), plain)
@@ -277,20 +277,20 @@ def check_learning(engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[
         play_arm(engine, sidecar, ("nextn", (3, False, 0)), plain)
         return bool(online()["updates"] == online()["rounds"])
 
-    eventually(rests, what="the last update has landed")
+    eventually(rests, description="the last update has landed")
     assert (online()["refused"], online()["replaced"]) == (0, 0)
 
 
 def test_dflash_may_be_the_only_drafter(plain: dict[str, list[list[int]]], tmp_path: Path) -> None:
     alone = ("--model-path", str(MIMO / "target"), "--speculative-algorithm", "DFLASH")
     with scripted_sidecar(tmp_path) as sidecar:
-        given = variables("overlapped", sidecar)
-        del given["SPECULATION_DFLASH_MODEL_PATH"]
+        environment = variables("overlapped", sidecar)
+        del environment["SPECULATION_DFLASH_MODEL_PATH"]
         arguments = [*alone, "--speculative-draft-model-path", str(BLOCK_MODEL)]
-        with serving(tmp_path / "engine", arguments, given) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", arguments, environment) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             arms: list[Arm] = [(gamma, False) for gamma in GAMMAS]
             play_any_order(engine, sidecar, arms, 1, plain["batch"])
-            _, reports = play(engine, sidecar, lambda _: (7, False), ALONE, [ALONE_LENGTH])
-            found = accepted_by_context(reports, "dflash", 7)
-            assert sum(found.values()) / len(found) > 3.5
+            _, reports = play(engine, sidecar, lambda _: (7, False), SINGLE_PROMPT, [ALONE_LENGTH])
+            accepted = accepted_by_context(reports, "dflash", 7)
+            assert sum(accepted.values()) / len(accepted) > 3.5

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
@@ -20,20 +20,20 @@ from tests.support.engine import (
     TARGET,
     EngineProcess,
     Generated,
-    serving,
+    running_engine,
 )
 from tests.support.eventually import eventually
-from tests.support.learning_engine import run_heard
+from tests.support.learning_engine import run_until_heard
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
-from trainer.checkpoint import load_draft
+from trainer.checkpoint import load_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def online(engine: EngineProcess) -> dict[str, Any]:
-    found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
-    return found
+    online_status: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+    return online_status
 
 
 def wait_ready(engine: EngineProcess) -> None:
@@ -43,7 +43,7 @@ def wait_ready(engine: EngineProcess) -> None:
         engine.generate(WAVES[0][:1], [4])
         return bool(online(engine)["state"] == "ready")
 
-    eventually(ready, within=240.0, what="the trainer is ready")
+    eventually(ready, timeout_seconds=240.0, description="the trainer is ready")
 
 
 def wave(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -60,8 +60,8 @@ def acceptance_length(answers: list[Generated]) -> float:
 
 @pytest.fixture(scope="module")
 def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
-    found = iter(plain["waves"])
-    return [[next(found) for _ in prompts] for prompts in WAVES]
+    waves = iter(plain["waves"])
+    return [[next(waves) for _ in prompts] for prompts in WAVES]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def engine(
 ) -> Iterator[EngineProcess]:
     variables = ONLINE | sidecar.variables | recording[1]
     variables["SPECULATION_SIGNALS_FOLDER"] = str(folder)
-    with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -93,12 +93,12 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     engine: EngineProcess, sidecar: ScriptedSidecar, recording: tuple[Path, dict[str, str]]
 ) -> None:
     """Before anything is learnt."""
-    student = load_draft(SHALLOW / "draft-code", load_target(TARGET).model.embed_tokens.weight)
-    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
-    print(f"EAGLE3, first drafts that agree by window: {found}")
-    assert found[EVERYTHING] > 0.97
+    student = load_eagle3(SHALLOW / "draft-code", load_target(TARGET).model.embed_tokens.weight)
+    acceptance_share = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"EAGLE3, first drafts that agree by window: {acceptance_share}")
+    assert acceptance_share[EVERYTHING] > 0.97
     # A window sees less, and drafts otherwise now and then: this is what the test can tell apart.
-    assert found[48] < found[EVERYTHING]
+    assert acceptance_share[48] < acceptance_share[EVERYTHING]
 
 
 def test_it_learns_what_it_serves_and_never_changes_a_token(
@@ -117,15 +117,17 @@ def test_it_learns_what_it_serves_and_never_changes_a_token(
         which = number % len(WAVES)
         tokens, after = wave(engine, WAVES[which])
         assert tokens == plain_waves[which]
-        found = online(engine)
-        if number >= len(WAVES) - 1 and found["updates"] > 20 and after > before + 0.5:
+        online_status = online(engine)
+        if number >= len(WAVES) - 1 and online_status["updates"] > 20 and after > before + 0.5:
             break
-    print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
-    assert found["updates"] > 20
-    assert found["refused"] == 0
+    print(
+        f"acceptance length {before:.2f}, then {after:.2f} after {online_status['updates']} updates"
+    )
+    assert online_status["updates"] > 20
+    assert online_status["refused"] == 0
     # The trainer may be busy with the last one.
-    assert found["rounds"] - found["updates"] in {0, 1}
-    assert 0 < found["seconds"] < 60
+    assert online_status["rounds"] - online_status["updates"] in {0, 1}
+    assert 0 < online_status["seconds"] < 60
     assert before < 1.4
     assert after > before + 0.5
 
@@ -149,7 +151,7 @@ def test_without_a_stride_nothing_is_learnt(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
     sidecar.stride = 0
-    run_heard(engine, sidecar, lambda _: (3, False))
+    run_until_heard(engine, sidecar, lambda _: (3, False))
     wave(engine, WAVES[1])
     before = online(engine)["rounds"]
     tokens, learnt = wave(engine, WAVES[2])
@@ -172,7 +174,11 @@ def test_what_it_has_learnt_becomes_a_version_once_signals_are_collected(
             learnt = last.learnt_from if last.HasField("learnt_from") else None
             return (last.draft_version, learnt) == (version, learnt_from)
 
-        eventually(it_is, within=90.0, what=f"version {version} serves, learnt from {learnt_from}")
+        eventually(
+            it_is,
+            timeout_seconds=90.0,
+            description=f"version {version} serves, learnt from {learnt_from}",
+        )
 
     sidecar.stride = 0
     sidecar.run(lambda _: (3, False))
@@ -180,7 +186,7 @@ def test_what_it_has_learnt_becomes_a_version_once_signals_are_collected(
     sidecar.collect = True
     sidecar.run(lambda _: (3, False))
     served(1, 0)
-    assert Versions(folder / FOLDER).made(1).parent == 0
+    assert Versions(folder / FOLDER_NAME).read_origin(1).parent == 0
     sidecar.draft_version = 1
     sidecar.run(lambda _: (3, False))
     served(1, None)
@@ -222,8 +228,8 @@ def test_updates_that_do_harm_are_taken_back(
     variables = ONLINE | {"SPECULATION_ONLINE_LEARNING_RATE": "0.3"}
     with scripted_sidecar(tmp_path) as sidecar:
         variables |= sidecar.variables
-        with serving(tmp_path / "engine", EAGLE3, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", EAGLE3, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             wait_ready(engine)
             sidecar.run(lambda _: (3, False))
             tokens, aligned = wave(engine, WAVES[0])
@@ -238,7 +244,7 @@ def test_updates_that_do_harm_are_taken_back(
             assert "the last good weights are restored" in engine.log.read_text()
             # And with what is good now, drafting is as good as it was.
             sidecar.stride = 0
-            run_heard(engine, sidecar, lambda _: (3, False))
+            run_until_heard(engine, sidecar, lambda _: (3, False))
             wave(engine, WAVES[1])
             tokens, after = wave(engine, WAVES[0])
     assert tokens == plain_waves[0]

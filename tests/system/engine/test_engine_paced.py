@@ -20,8 +20,8 @@ from tests.support.engine import (
     START_SECONDS,
     EngineProcess,
     install_plugin,
-    launched,
-    serving,
+    running_engine,
+    started_engine,
 )
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
@@ -65,11 +65,11 @@ def log_of(folder: Path) -> Path:
 def ended(folder: Path, begin: int, requests: int) -> LogPart:
     """The log from an offset on, once so many requests have ended in it."""
 
-    def found() -> LogPart | None:
+    def last_log_part() -> LogPart | None:
         part = read_log(log_of(folder), begin)
         return part if len(part.requests) >= requests else None
 
-    return eventually(found, what=f"{requests} requests are in the log")
+    return eventually(last_log_part, description=f"{requests} requests are in the log")
 
 
 def ask(
@@ -78,11 +78,11 @@ def ask(
     """How many steps of each request accepted 0, 1, ... drafts, as SGLang counts them."""
     answers = engine.ask(
         {
-            "rid": [str(found) for found in ids],
+            "rid": [str(request_id) for request_id in ids],
             "input_ids": list(prompts),
             "sampling_params": [
-                {"temperature": 0, "max_new_tokens": found.output_tokens, "ignore_eos": True}
-                for found in ids
+                {"temperature": 0, "max_new_tokens": request_id.output_tokens, "ignore_eos": True}
+                for request_id in ids
             ],
         }
     )
@@ -94,7 +94,7 @@ def drawn_steps(request: RequestId) -> list[int]:
     drawn = DrawnAcceptance(CURVES)
     steps: list[int] = []
     while (position := sum(steps) + len(steps)) < request.output_tokens - 1:
-        steps.append(min(drawn.at(str(request), OWN, position), GAMMA))
+        steps.append(min(drawn.accepted_at(str(request), OWN, position), GAMMA))
     return steps
 
 
@@ -115,8 +115,8 @@ def test_steps_last_as_imposed_and_accept_what_was_drawn(tmp_path: Path) -> None
     costs = PACE.costs()
     lone = RequestId("code", 1, 60)
     crowd = [RequestId("code" if i % 2 else "hard", 10 + i, n) for i, n in enumerate(LENGTHS)]
-    with serving(tmp_path, (*CHAINS, FRESH), paced(PACE, tmp_path)) as engine:
-        begin = eventually(lambda: read_log(log_of(tmp_path)).end, what="a probe")
+    with running_engine(tmp_path, (*CHAINS, FRESH), paced(PACE, tmp_path)) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, description="a probe")
         ask(engine, [lone], PROMPTS[:1])
         alone = ended(tmp_path, begin, 1)
         counts = ask(engine, crowd, PROMPTS)
@@ -128,8 +128,8 @@ def test_steps_last_as_imposed_and_accept_what_was_drawn(tmp_path: Path) -> None
     assert [step.accepted for step in steps] == drawn_steps(lone)
     assert sum(step.tokens for step in steps) == lone.output_tokens - 1
     assert len(set(drawn_steps(lone))) == GAMMA + 1
-    for found in steps:
-        assert found.seconds == costs.decode_seconds(Arm(OWN, GAMMA), 1, found.kv_tokens)
+    for step in steps:
+        assert step.seconds == costs.decode_seconds(Arm(OWN, GAMMA), 1, step.kv_tokens)
     prefill = next(step for step in alone.steps if not step.is_decode)
     assert prefill.seconds == costs.prefill_seconds(len(PROMPTS[0]))
 
@@ -140,8 +140,8 @@ def test_steps_last_as_imposed_and_accept_what_was_drawn(tmp_path: Path) -> None
         assert sum(step.tokens for step in part.steps if step.is_decode) == sum(LENGTHS) - len(
             crowd
         )
-        assert {found.rid: found.tokens for found in part.requests} == {
-            str(found): found.output_tokens for found in crowd
+        assert {step.rid: step.tokens for step in part.requests} == {
+            str(step): step.output_tokens for step in crowd
         }
         check_times(part.steps)
     # Nothing is lost between two steps: one begins when the last one has ended.
@@ -160,9 +160,9 @@ def test_sleep_is_plain_decoding_and_waking_up_is_paid_for(
         **paced(pace, tmp_path),
         "SPECULATION_GAMMAS": "0,1,3",
     }
-    with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
-        begin = eventually(lambda: read_log(log_of(tmp_path)).end, what="a probe")
-        eventually(lambda: sidecar.introductions, what="its introduction")
+    with running_engine(tmp_path, (*EAGLE3, FRESH), variables) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, description="a probe")
+        eventually(lambda: sidecar.introductions, description="its introduction")
         begin_script(
             engine, sidecar, lambda count: [(0, True), (GAMMA, False), (0, False)][count // 4 % 3]
         )
@@ -197,9 +197,9 @@ def test_a_lookup_pays_for_itself_alone_and_beside_a_drafter(
         "SPECULATION_LOOKUP": "1",
     }
     sidecar.rules = rules_of(("eagle3+ngram",), (0, 1, GAMMA))
-    with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
-        begin = eventually(lambda: read_log(log_of(tmp_path)).end, what="a probe")
-        eventually(lambda: sidecar.introductions, what="its introduction")
+    with running_engine(tmp_path, (*EAGLE3, FRESH), variables) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, description="a probe")
+        eventually(lambda: sidecar.introductions, description="its introduction")
         # The drafters' places: EAGLE3, the lookup, and their mixture.
         begin_script(engine, sidecar, lambda count: (GAMMA, False, count // 4 % 3))
         engine.generate(PROMPTS[:1], [120])
@@ -211,8 +211,8 @@ def test_a_lookup_pays_for_itself_alone_and_beside_a_drafter(
         expected = costs.decode_seconds(arm, 1, step.kv_tokens, warm=not step.asleep)
         assert step.asleep == (step.drafter == LOOKUP)
         # One sequence searches its own context.
-        beside = costs.lookup_seconds(step.kv_tokens) if step.drafter != LOOKUP else 0.0
-        assert step.lookup_seconds == pytest.approx(beside)
+        lookup_seconds = costs.lookup_seconds(step.kv_tokens) if step.drafter != LOOKUP else 0.0
+        assert step.lookup_seconds == pytest.approx(lookup_seconds)
         extra = step.switch_seconds + step.catch_up_seconds + step.lookup_seconds
         assert step.seconds == pytest.approx(expected + extra)
 
@@ -223,8 +223,10 @@ def test_a_paced_engine_decodes_the_same_tokens_and_reads_prompts_in_chunks(
     log = log_of(tmp_path)
     pace = ("--pace", TABLE, "--dilation", str(DILATION), "--pace-log", str(log))
     chunk = 64
-    with serving(tmp_path, (*pace, *CHAINS, FRESH, "--chunked-prefill-size", str(chunk))) as engine:
-        begin = eventually(lambda: read_log(log).end, what="a probe")
+    with running_engine(
+        tmp_path, (*pace, *CHAINS, FRESH, "--chunked-prefill-size", str(chunk))
+    ) as engine:
+        begin = eventually(lambda: read_log(log).end, description="a probe")
         long = held_out_prompts("json", count=1, length_tokens=200, seed=8)
         engine.generate(long, [4], rid="long")
         part = ended(tmp_path, begin, 1)
@@ -257,7 +259,7 @@ def test_a_paced_engine_decodes_the_same_tokens_and_reads_prompts_in_chunks(
 def test_an_engine_that_cannot_be_paced_does_not_start(
     tmp_path: Path, pace: Pace, arguments: Sequence[str], complaint: str
 ) -> None:
-    with launched(tmp_path, arguments, {VARIABLE: pace.as_json()}) as engine:
+    with started_engine(tmp_path, arguments, {VARIABLE: pace.as_json()}) as engine:
         try:
             assert engine.process.wait(START_SECONDS) != 0
         except subprocess.TimeoutExpired:
@@ -274,18 +276,18 @@ def test_a_request_that_is_retracted_goes_on_where_it_was(tmp_path: Path) -> Non
     target = "tests.system.engine.sabotage:retract_often"
     retracting = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
     variables = {"RETRACT_INTERVAL": "7", "PYTHONPATH": str(retracting), **paced(PACE, tmp_path)}
-    with serving(tmp_path, (*CHAINS, FRESH), variables) as engine:
-        begin = eventually(lambda: read_log(log_of(tmp_path)).end, what="a probe")
+    with running_engine(tmp_path, (*CHAINS, FRESH), variables) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, description="a probe")
         ask(engine, crowd, PROMPTS)
         part = ended(tmp_path, begin, len(crowd))
         assert "Testing retraction" in engine.log.read_text()
-    assert {found.rid: found.tokens for found in part.requests} == {
-        str(found): found.output_tokens for found in crowd
+    assert {request.rid: request.tokens for request in part.requests} == {
+        str(request): request.output_tokens for request in crowd
     }
     prefills = [step for step in part.steps if not step.is_decode]
     # What is read again holds what was decoded before; it is no first token.
     again = sum(step.tokens for step in prefills) - sum(map(len, PROMPTS))
     assert again > len(PROMPTS[0])
-    firsts = [found.first_token for found in part.requests]
+    firsts = [request.first_token for request in part.requests]
     assert set(firsts) <= {step.ended for step in prefills}
     assert prefills[-1].ended not in firsts

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import START_SECONDS, serving
+from tests.support.engine import START_SECONDS, running_engine
 from tests.support.eventually import eventually
 from tests.unit.deploy.manifests import containers, variables
 
@@ -22,11 +22,11 @@ def test_the_probes_of_the_manifests_generate_nothing(tmp_path: Path):
     paths = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")}
     paths.add(container["livenessProbe"]["httpGet"]["path"])
     # SGLang reads the variable while it is imported.
-    with serving(tmp_path, variables=setting, fresh=True) as engine:
+    with running_engine(tmp_path, variables=setting, fresh=True) as engine:
         log = tmp_path / "engine.log"
         before = log.stat().st_size
 
-        def said() -> str:
+        def manifest_text() -> str:
             return log.read_text(errors="replace")[before:]
 
         for path in sorted(paths) * 3:
@@ -39,5 +39,9 @@ def test_the_probes_of_the_manifests_generate_nothing(tmp_path: Path):
             f"http://127.0.0.1:{engine.port}/health_generate", timeout=START_SECONDS
         ):
             pass
-        eventually(lambda: GENERATED in said(), within=START_SECONDS, what="the token is logged")
-        assert said().count(GENERATED) == 1
+        eventually(
+            lambda: GENERATED in manifest_text(),
+            timeout_seconds=START_SECONDS,
+            description="the token is logged",
+        )
+        assert manifest_text().count(GENERATED) == 1

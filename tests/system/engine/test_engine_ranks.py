@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.training.signals import Signal, SignalStore
-from engine_shim.sglang.training.versions import FOLDER, Made, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, VersionOrigin, Versions
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.targets import load_target
 from lab.cpu_engine.serve import with_cpu_defaults
@@ -31,22 +31,28 @@ from tests.support.engine import (
     TARGET,
     EngineProcess,
     install_plugin,
-    launched,
-    serving,
+    running_engine,
+    started_engine,
 )
 from tests.support.eventually import eventually
 from tests.support.learning_engine import (
-    between_steps,
     check_features,
-    run_heard,
+    run_until_heard,
     save_damaged_dflash,
     status,
+    wait_for_status,
     wave,
 )
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES, sleep_counts
-from tests.support.rank_weights import check_served, is_same, joined, made, shown
-from trainer.checkpoint import load_draft
+from tests.support.rank_weights import (
+    check_served,
+    is_same,
+    join_ranks,
+    load_trained,
+    weights_variables,
+)
+from trainer.checkpoint import load_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -71,8 +77,8 @@ LONG = [WAVE_LENGTH] * len(WAVES[0])
 WAVES_PLAYED = 2
 # The drafter that knows all domains, as a version of the one that knows code only.
 EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
-BETTER = {name: p.detach() for name, p in load_draft(DRAFT, EMBEDDING).named_parameters()}
-MADE = Made(0, 0.0, 1.0, 0.0, 12, 1.0)
+BETTER = {name: p.detach() for name, p in load_eagle3(DRAFT, EMBEDDING).named_parameters()}
+MADE = VersionOrigin(0, 0.0, 1.0, 0.0, 12, 1.0)
 # By way: the drafter that learns, its place, and by how much its acceptance length is to rise.
 LEARNERS = {"eager": ("dflash", 1, 0.2), "overlapped": ("eagle3", 0, 0.5)}
 
@@ -82,7 +88,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     """Of two ranks as well: a sum over two rounds otherwise than one over all."""
     asked = [(PROMPTS, LENGTHS)]
     asked += [(prompts, [WAVE_LENGTH] * len(prompts)) for prompts in WAVES[:WAVES_PLAYED]]
-    with serving(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
         return [[answer.tokens for answer in engine.generate(*part)] for part in asked]
 
 
@@ -144,7 +150,7 @@ def engine(
     """Every second broadcast of SGLang is left out."""
     variables = {
         **sidecar.variables,
-        **shown(served),
+        **weights_variables(served),
         "SPECULATION_SIGNALS_FOLDER": str(served / "signals"),
         "SPECULATION_ONLINE_UPDATES": "1",
         "SPECULATION_LEARNER": LEARNERS[way][0],
@@ -156,8 +162,8 @@ def engine(
         "SPECULATION_GRACE_SECONDS": "0.6",
     }
     arguments = [*CODE_ONLY, *TWO_RANKS, "--scheduler-recv-interval", "2"]
-    with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -216,7 +222,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
             (answered,) = engine.generate(PROMPTS[:1], [150])
             assert answered.tokens[: LENGTHS[0]] == plain[0]
             rows += answered.meta["spec_verify_ct"]
-            reports = sidecar.reports_since(before, rows, or_lost=True)
+            reports = sidecar.reports_since(before, rows, count_lost=True)
             ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
             if (planned, own) in pairwise(ran):
                 break
@@ -239,13 +245,13 @@ def test_a_version_is_served_by_all_ranks_or_by_none(
     capabilities = sidecar.introductions[0].capabilities
     assert capabilities.can_collect
     assert capabilities.can_take_versions
-    versions = Versions(served / "signals" / FOLDER)
+    versions = Versions(served / "signals" / FOLDER_NAME)
     # What rank 0 has left of both is the checkpoint.
-    loaded = dict(versions.student(0).named_parameters())
-    for name, part in load_draft(Path(CODE_ONLY[-1]), EMBEDDING).named_parameters():
+    loaded = dict(versions.load_student(0).named_parameters())
+    for name, part in load_eagle3(Path(CODE_ONLY[-1]), EMBEDDING).named_parameters():
         assert torch.equal(loaded[name], part), name
     sidecar.collect = True
-    run_heard(engine, sidecar, lambda _: (3, False))
+    run_until_heard(engine, sidecar, lambda _: (3, False))
     before = wave(engine, 0, plain_waves)
     sidecar.collect = False
     # Rank 1 cannot read this one.
@@ -253,34 +259,34 @@ def test_a_version_is_served_by_all_ranks_or_by_none(
     sidecar.draft_version = versions.publish(BETTER, MADE)
     sidecar.run(lambda _: (3, False))
     state = f"version {sidecar.draft_version} cannot be used: rank 1: sabotaged"
-    between_steps(engine, "draft", "state", state)
+    wait_for_status(engine, "draft", "state", state)
     assert status(engine, "draft")["version"] == 0
     assert not (served / "rank0.pt").exists()
     (served / "unreadable").unlink()
     sidecar.draft_version = versions.publish(BETTER, MADE)
     sidecar.run(lambda _: (3, False))
-    between_steps(engine, "draft", "version", sidecar.draft_version)
+    wait_for_status(engine, "draft", "version", sidecar.draft_version)
     check_served(served, BETTER)
     after = wave(engine, 1, plain_waves)
     print(f"acceptance length {before:.2f}, of the version {after:.2f}")
     assert after > before + 1
     sidecar.draft_version = 0
     sidecar.run(lambda _: (3, False))
-    between_steps(engine, "draft", "version", 0)
+    wait_for_status(engine, "draft", "version", 0)
     check_served(served, loaded)
     assert status(engine, "draft")["deployed"] == 2
-    between_steps(engine, "signals", "waiting", 0)
+    wait_for_status(engine, "signals", "waiting", 0)
     check_signals(list(SignalStore(served / "signals", 1 << 30).read()))
 
 
 def check_signals(signals: list[Signal]) -> None:
     """Rank 0's hidden states and logits are the whole model's, not its share."""
-    found = max(signals, key=lambda signal: len(signal.tokens))
-    assert len(found.tokens) > 80
-    check_features(found, load_draft(DRAFT, EMBEDDING).shape.feature_layers)
+    longest_signal = max(signals, key=lambda signal: len(signal.tokens))
+    assert len(longest_signal.tokens) > 80
+    check_features(longest_signal, load_eagle3(DRAFT, EMBEDDING).shape.feature_layers)
     # The prompt, with which a signal may begin, was not written by the target.
-    following = found.tokens[found.context + 1 :]
-    assert torch.equal(found.top_tokens[:-1, 0].long(), following)
+    following = longest_signal.tokens[longest_signal.context + 1 :]
+    assert torch.equal(longest_signal.top_tokens[:-1, 0].long(), following)
 
 
 @pytest.mark.parametrize("way", [EAGER_NIGHTLY, "overlapped"], indirect=True)
@@ -296,7 +302,7 @@ def test_an_update_lands_on_all_ranks_in_the_same_step(
     assert capabilities.can_update_online
     assert capabilities.learner == (LEARNERS[way][0] if LEARNERS[way][1] else "")
     sidecar.run(lambda _: learner)
-    between_steps(engine, "online", "state", "ready")
+    wait_for_status(engine, "online", "state", "ready")
     # The versions of another test, if it has run.
     replaced = status(engine, "online")["replaced"]
     before = wave(engine, 0, plain_waves)
@@ -310,11 +316,11 @@ def test_an_update_lands_on_all_ranks_in_the_same_step(
     print(f"acceptance length {before:.2f}, then {after:.2f} after {updates} updates")
     assert updates > 20
     assert after > before + LEARNERS[way][2]
-    found = status(engine, "online")
-    assert (found["refused"], found["replaced"]) == (0, replaced)
+    online_status = status(engine, "online")
+    assert (online_status["refused"], online_status["replaced"]) == (0, replaced)
     # Nothing more is learnt: both ranks together serve what the trainer has made.
     sidecar.stride = 0
-    run_heard(engine, sidecar, lambda _: learner)
+    run_until_heard(engine, sidecar, lambda _: learner)
 
     def rests() -> bool:
         # Too short to have the guard judge.
@@ -322,8 +328,8 @@ def test_an_update_lands_on_all_ranks_in_the_same_step(
         now = status(engine, "online")
         return bool(now["updates"] == now["rounds"])
 
-    eventually(rests, what="the last update has landed")
-    check_served(served, made(served))
+    eventually(rests, description="the last update has landed")
+    check_served(served, load_trained(served))
 
 
 @pytest.mark.parametrize("way", ["eager"], indirect=True)
@@ -334,8 +340,8 @@ def test_a_round_that_is_not_finite_changes_neither_rank(
     served: Path,
     plain_waves: list[list[list[int]]],
 ) -> None:
-    between_steps(engine, "online", "state", "ready")
-    found = status(engine, "online")
+    wait_for_status(engine, "online", "state", "ready")
+    online_status = status(engine, "online")
     written = {path: path.stat().st_mtime_ns for path in served.glob("rank*.pt")}
     sidecar.stride = 1
     (served / "not_finite").touch()
@@ -343,13 +349,13 @@ def test_a_round_that_is_not_finite_changes_neither_rank(
 
     def so(name: str) -> bool:
         wave(engine, 0, plain_waves)
-        return bool(status(engine, "online")[name] > found[name])
+        return bool(status(engine, "online")[name] > online_status[name])
 
-    eventually(lambda: so("refused"), what="a round is refused")
-    assert status(engine, "online")["updates"] == found["updates"]
+    eventually(lambda: so("refused"), description="a round is refused")
+    assert status(engine, "online")["updates"] == online_status["updates"]
     assert {path: path.stat().st_mtime_ns for path in served.glob("rank*.pt")} == written
     (served / "not_finite").unlink()
-    eventually(lambda: so("updates"), what="it learns on")
+    eventually(lambda: so("updates"), description="it learns on")
 
 
 @pytest.mark.parametrize("way", ["eager"], indirect=True)
@@ -362,15 +368,17 @@ def test_updates_that_do_harm_are_taken_back_on_both_ranks(
     plain_waves: list[list[list[int]]],
 ) -> None:
     def good() -> Mapping[str, torch.Tensor]:
-        return joined(served, "good") if (served / "good0.pt").exists() else damaged[1]
+        return join_ranks(served, "good") if (served / "good0.pt").exists() else damaged[1]
 
     def judged() -> bool:
         wave(engine, 0, plain_waves)
-        return is_same(joined(served), good())
+        return is_same(join_ranks(served), good())
 
     sidecar.stride = 0
-    run_heard(engine, sidecar, lambda _: learner)
-    eventually(judged, within=240.0, what="what was learnt is good, or has been taken back")
+    run_until_heard(engine, sidecar, lambda _: learner)
+    eventually(
+        judged, timeout_seconds=240.0, description="what was learnt is good, or has been taken back"
+    )
     before, restored = wave(engine, 1, plain_waves), status(engine, "online")["restored"]
     sidecar.stride = 1
     (served / "ruined").touch()
@@ -380,12 +388,12 @@ def test_updates_that_do_harm_are_taken_back_on_both_ranks(
         wave(engine, 0, plain_waves)
         return bool(status(engine, "online")["restored"] > restored)
 
-    eventually(taken_back, within=240.0, what="the last good weights are back")
+    eventually(taken_back, timeout_seconds=240.0, description="the last good weights are back")
     (served / "ruined").unlink()
     sidecar.stride = 0
-    run_heard(engine, sidecar, lambda _: learner)
+    run_until_heard(engine, sidecar, lambda _: learner)
     # It may have begun to learn again, from what was ruined, before it heard.
-    eventually(judged, within=240.0, what="both ranks serve what is good")
+    eventually(judged, timeout_seconds=240.0, description="both ranks serve what is good")
     after = wave(engine, 1, plain_waves)
     print(f"acceptance length {before:.2f}, after the harm was taken back {after:.2f}")
     assert after > before - 0.3
@@ -412,7 +420,7 @@ def test_a_new_target_is_noticed_on_all_ranks(
         is_told = now["replaced"] == before["replaced"] + 1
         return bool(is_told and now["updates"] > before["updates"])
 
-    eventually(learns_on, what="it is noticed, and learning continues")
+    eventually(learns_on, description="it is noticed, and learning continues")
     (borrowed,) = torch.load(served / "borrowed0.pt").values()
     assert torch.equal(borrowed, other)
     engine.replace_target({"model.embed_tokens.weight": EMBEDDING}, ranks=2)
@@ -433,16 +441,19 @@ def test_when_the_trainer_has_gone_all_ranks_serve_the_last_good_weights(
         wave(engine, 0, plain_waves)
         return bool(status(engine, "online")["updates"] > updates)
 
-    eventually(has_learnt, what="it learns")
+    eventually(has_learnt, description="it learns")
     family = psutil.Process(engine.process.pid).children(recursive=True)
     (trainer,) = [p for p in family if "engine_shim.sglang.training.trainer" in p.cmdline()]
     os.kill(trainer.pid, signal.SIGKILL)
-    between_steps(engine, "online", "state", "the trainer has ended with status -9")
+    wait_for_status(engine, "online", "state", "the trainer has ended with status -9")
     wave(engine, 1, plain_waves)
     # What nobody has judged yet is taken back.
-    last = [made(served), *([joined(served, "good")] if (served / "good0.pt").exists() else [])]
-    found = joined(served)
-    assert any(all(torch.equal(found[n], part) for n, part in one.items()) for one in last)
+    last = [
+        load_trained(served),
+        *([join_ranks(served, "good")] if (served / "good0.pt").exists() else []),
+    ]
+    joined_status = join_ranks(served)
+    assert any(all(torch.equal(joined_status[n], part) for n, part in one.items()) for one in last)
     assert engine.log.read_text().count("the drafter is no longer updated") == 1
 
 
@@ -457,7 +468,13 @@ def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None
     }
     arguments = with_cpu_defaults([*EAGLE3, *TWO_RANKS])
     # Its ranks are spawned, as on a GPU: a forked one could not have other variables.
-    with launched(tmp_path / "engine", arguments, variables, "sglang.launch_server") as engine:
-        eventually(lambda: engine.process.poll() is not None, within=500.0, what="it gives up")
+    with started_engine(
+        tmp_path / "engine", arguments, variables, "sglang.launch_server"
+    ) as engine:
+        eventually(
+            lambda: engine.process.poll() is not None,
+            timeout_seconds=500.0,
+            description="it gives up",
+        )
         log = engine.log.read_text()
     assert re.search(r"the ranks disagree: SPECULATION_GAMMAS is \(0, 1, .*7\) on rank 0", log)

@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.engine import (
     DFLASH,
+    DFLASH_ONLY,
     DRAFT,
     EAGLE3,
-    LONE,
     MODES,
     START_SECONDS,
     install_plugin,
-    launched,
+    started_engine,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -31,7 +31,7 @@ def last_words(
     if sabotage:
         plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
         variables["PYTHONPATH"] = str(plugins)
-    with launched(folder, arguments, variables) as engine:
+    with started_engine(folder, arguments, variables) as engine:
         try:
             assert engine.process.wait(START_SECONDS) != 0
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:
 
 
 def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
-    words = last_words(tmp_path, LONE, "break_block_drafter")
+    words = last_words(tmp_path, DFLASH_ONLY, "break_block_drafter")
     assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
 
 
@@ -84,7 +84,7 @@ def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
 def test_a_drafter_whose_graphs_cannot_be_captured(tmp_path: Path, *, alone: bool) -> None:
     """What a failed capture leaves behind is unknown, so nobody is served on top of it."""
     settings = {} if alone else {"dflash_model_path": str(DFLASH)}
-    arguments = LONE if alone else EAGLE3
+    arguments = DFLASH_ONLY if alone else EAGLE3
     words = last_words(tmp_path, arguments, "break_block_capture", "graphs", **settings)
     assert f"the graphs of the DFlash drafter {DFLASH} cannot be captured: " in words
     assert "sabotaged; leave memory for them" in words
@@ -92,7 +92,7 @@ def test_a_drafter_whose_graphs_cannot_be_captured(tmp_path: Path, *, alone: boo
 
 
 def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:
-    words = last_words(tmp_path, (*LONE, "--speculative-num-draft-tokens", "4"))
+    words = last_words(tmp_path, (*DFLASH_ONLY, "--speculative-num-draft-tokens", "4"))
     assert "--speculative-num-draft-tokens 4: the checkpoint drafts blocks of 8" in words
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import begin_script
-from tests.support.reported_counts import counted, shown
+from tests.support.reported_counts import count_reports, observed_counts
 from tests.support.request_kinds import (
     GREEDY,
     LONG,
@@ -34,11 +34,11 @@ from tests.support.request_kinds import (
 from tests.support.target_law import (
     Answer,
     Sampling,
-    accepts_what_is_possible,
-    draws_from_all_after_a_rejection,
+    always_accept,
     law_of_answers,
     p_value,
     power,
+    redraw_from_all,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -71,7 +71,7 @@ class Plain:
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """By whole prefills, with the overlap schedule: it delays penalties by a step."""
     overlap = {"CPU_ENGINE_OVERLAP": "1"}
-    with serving(tmp_path_factory.mktemp("plain"), GRAMMAR, overlap) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), GRAMMAR, overlap) as engine:
         greedy = engine.ask({"input_ids": PROMPTS, "sampling_params": GREEDY})
         requests = request_kinds(greedy) | PENALTIES
         return Plain(requests, {kind: engine.ask(body) for kind, body in requests.items()})
@@ -95,8 +95,8 @@ def engine(
         "--chunked-prefill-size", str(CHUNK),
         "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
     ]  # fmt: skip
-    with serving(tmp_path_factory.mktemp("steered"), options, variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), options, variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -123,8 +123,8 @@ def test_the_requests_are_what_they_are_called(engine: EngineProcess, decoded: P
         ends = [answer["meta_info"]["finish_reason"]["type"] for answer in decoded.answers[kind]]
         assert set(ends) == {"stop"}
     for answer in decoded.answers["JSON schema"]:
-        found = json.loads(answer["text"])
-        assert found.keys() == SCHEMA["properties"].keys()
+        parsed = json.loads(answer["text"])
+        assert parsed.keys() == SCHEMA["properties"].keys()
     assert len(decoded.answers["n"]) == 3 * len(PROMPTS)
     cached = [
         answer["meta_info"]["cached_tokens"]
@@ -180,7 +180,9 @@ def test_who_hangs_up_or_is_aborted_disturbs_nobody(
         assert all(one == other for one, other in zip(answer["output_ids"], known, strict=False))
     check_same(stayed[0], expected)
     # Nobody reads the rest of the other one: without its abort it would go on for a while.
-    eventually(lambda: engine.running() == 0, within=60.0, what="nothing runs")
+    eventually(
+        lambda: engine.count_running() == 0, timeout_seconds=60.0, description="nothing runs"
+    )
     check_same(engine.ask(decoded.requests["greedy"]), expected)
     # SGLang ends itself where its memory is not all free again while it is idle.
     assert engine.process.poll() is None
@@ -212,7 +214,9 @@ def test_counts_are_sglangs_own(
     engine: EngineProcess, sidecar: ScriptedSidecar, decoded: Plain
 ) -> None:
     """Every kind of end, at every draft length of the first drafter, asleep and awake."""
-    eventually(lambda: engine.running() == 0, within=60.0, what="nothing runs")
+    eventually(
+        lambda: engine.count_running() == 0, timeout_seconds=60.0, description="nothing runs"
+    )
     arms: list[Arm] = [*((gamma, False, 0) for gamma in GAMMAS), (0, True, 0)]
     drawn = random.Random(7).choices(arms, k=997)
     before = begin_script(engine, sidecar, lambda count: drawn[count % len(drawn)])
@@ -241,18 +245,18 @@ def test_counts_are_sglangs_own(
     for answer in [last, *(one for part in answers for one in part)]:
         tally.add(answer)
     reports = sidecar.reports_since(before, tally.verified)
-    ours = counted(reports)
+    ours = count_reports(reports)
     # Rows, but for those of requests that had ended while their last step was on its way.
     assert ours.sequence_steps == tally.verified
-    assert ours.ended > 0
+    assert ours.ended_sequences > 0
     assert ours.accepted_tokens == tally.accepted
-    assert {k: n for k, n in enumerate(ours.by_length) if k and n} == {
+    assert {k: n for k, n in enumerate(ours.sequences_by_length) if k and n} == {
         k: n for k, n in tally.histogram.items() if k and n
     }
-    assert ours.by_length[0] - ours.ended == tally.histogram[0]
+    assert ours.sequences_by_length[0] - ours.ended_sequences == tally.histogram[0]
     # First tokens are of prompts' passes; what was cut off is verified, and not delivered.
-    assert ours.delivered == tally.tokens - tally.requests
-    assert ours.generated_tokens > ours.delivered
+    assert ours.delivered_tokens == tally.tokens - tally.requests
+    assert ours.generated_tokens > ours.delivered_tokens
     # SGLang counts the draft length of its start in every step, whatever ran.
     assert tally.proposed == STARTS_WITH * tally.verified
     assert ours.drafted_tokens > 0
@@ -262,32 +266,34 @@ def test_counts_are_sglangs_own(
         for group in (report.groups or [report])
     )
 
-    def told() -> bool:
-        found = engine.counters()
+    def counts_agree() -> bool:
+        counters = engine.counters()
         verified, tokens = (
-            found[name] - scraped[name] for name in ("spec_verify_calls", "generation_tokens")
+            counters[name] - scraped[name] for name in ("spec_verify_calls", "generation_tokens")
         )
         return (verified, tokens) == (ours.sequence_steps, tally.tokens)
 
-    eventually(told, what="SGLang's counters say the same")
+    eventually(counts_agree, description="SGLang's counters say the same")
 
 
 def test_what_lies_behind_the_end_of_an_answer_shows_nothing(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
     """The prompt's pass gives the first token of three, so that one draft of seven is compared."""
-    eventually(lambda: engine.running() == 0, within=60.0, what="nothing runs")
+    eventually(
+        lambda: engine.count_running() == 0, timeout_seconds=60.0, description="nothing runs"
+    )
     before = begin_script(engine, sidecar, lambda _: (7, False, 0))
     three = {"input_ids": PROMPTS * 4, "sampling_params": GREEDY | {"max_new_tokens": 3}}
     answers = engine.ask(three)
     verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     reports = sidecar.reports_since(before, verified)
-    exact, censored = shown(reports, 7)
-    counts = counted(reports)
+    exact, censored = observed_counts(reports, 7)
+    counts = count_reports(reports)
     # Some rows have accepted more than their answers took.
-    assert sum(counts.by_length[3:]) > 0
+    assert sum(counts.sequences_by_length[3:]) > 0
     assert sum(exact[2:]) == 0
-    assert censored[2] == sum(counts.by_length[2:])
+    assert censored[2] == sum(counts.sequences_by_length[2:])
 
 
 # Answers of so many tokens, each sampling so often, in so many requests of each at once.
@@ -311,7 +317,7 @@ def sampled(
 ) -> dict[str, Counter[Answer]]:
     """Short answers by who asked, many times each, all mixed; greedy requests among them."""
     in_any_order(sidecar, 6)
-    found: dict[str, Counter[Answer]] = {name: Counter() for name in SAMPLINGS}
+    answers_by_sampling: dict[str, Counter[Answer]] = {name: Counter() for name in SAMPLINGS}
     asked = [*SAMPLINGS, "greedy"] * ROUND
     parameters = {
         name: {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
@@ -329,8 +335,8 @@ def sampled(
             if name == "greedy":
                 assert answer["output_ids"] == greedy
             else:
-                found[name][tuple(answer["output_ids"])] += 1
-    return found
+                answers_by_sampling[name][tuple(answer["output_ids"])] += 1
+    return answers_by_sampling
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -347,7 +353,7 @@ def test_sampled_answers_have_the_targets_distribution(
     law = law_of_answers(*ask)
     assert sampled[name].total() == COUNT
     assert p_value(sampled[name], law) > ALPHA
-    for wrong in (accepts_what_is_possible, draws_from_all_after_a_rejection):
+    for wrong in (always_accept, redraw_from_all):
         assert power(law_of_answers(*ask, wrong, drafted=0.5), law, COUNT, ALPHA) > 0.99
 
 

@@ -11,12 +11,12 @@ from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
-from tests.support.engine import MODES, TARGET, EngineProcess, launched, serving
+from tests.support.engine import MODES, TARGET, EngineProcess, running_engine, started_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
-    ALONE,
-    ALONE_LENGTH,
     PLAYS_MAX,
+    SINGLE_LENGTH,
+    SINGLE_PROMPT,
     accepted_by_context,
     play,
     play_any_order,
@@ -62,8 +62,8 @@ def engine(
         **MODES["overlapped"],
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
-    with serving(tmp_path_factory.mktemp("steered"), options(steered), variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path_factory.mktemp("steered"), options(steered), variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 
@@ -92,7 +92,7 @@ def test_drafts_are_the_students_also_after_a_sleep(
     sidecar: ScriptedSidecar,
     plain: dict[str, list[list[int]]],
 ) -> None:
-    tokens = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
+    tokens = [*SINGLE_PROMPT[0], *plain["alone"][0][:SINGLE_LENGTH]]
 
     def script(count: int) -> tuple[int, bool]:
         return (0, True) if sleeps and count % 9 > 4 else (5, False)
@@ -100,7 +100,7 @@ def test_drafts_are_the_students_also_after_a_sleep(
     live: dict[int, int] = {}
     # How long it sleeps depends on when plans come.
     for _ in range(PLAYS_MAX):
-        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        answers, reports = play(engine, sidecar, script, SINGLE_PROMPT, [SINGLE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         live |= accepted_by_context(reports, "eagle3", 5)
         if len(live) > 30:
@@ -116,10 +116,12 @@ def test_drafts_are_the_students_also_after_a_sleep(
             continue
         truth = row[0, context + 1 : context + 6]
 
-        def run(*, by_steering: bool, at: int = context, truth: torch.Tensor = truth) -> int:
-            chain = greedy_chain(student, known[:, :at], row[:, : at + 1], 5, steered=by_steering)[
-                0
-            ]
+        def run(
+            *, by_steering: bool, step_number: int = context, truth: torch.Tensor = truth
+        ) -> int:
+            chain = greedy_chain(
+                student, known[:, :step_number], row[:, : step_number + 1], 5, steered=by_steering
+            )[0]
             return int((chain == truth).int().cumprod(0).sum())
 
         wrong += accepted != run(by_steering=True)
@@ -142,6 +144,10 @@ def test_a_drafter_of_another_target_is_refused_at_the_start(tmp_path: Path) -> 
     (drafter / "model.safetensors").symlink_to(SHALLOW / "sd2-llama/model.safetensors")
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {**sidecar.variables, "SPECULATION_GAMMAS": "0,1,3"}
-        with launched(tmp_path / "engine", options(drafter), variables) as engine:
-            eventually(lambda: engine.process.poll() is not None, within=120, what="it ends")
+        with started_engine(tmp_path / "engine", options(drafter), variables) as engine:
+            eventually(
+                lambda: engine.process.poll() is not None,
+                timeout_seconds=120,
+                description="it ends",
+            )
             assert "reads layer 5 of a target whose 4 is the last" in engine.log.read_text()

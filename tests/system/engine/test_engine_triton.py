@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
-from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
 
@@ -38,8 +38,8 @@ def engine(
         "SPECULATION_SLEEP_POSITIONS": "3",
     }
     folder = tmp_path_factory.mktemp("steered")
-    with serving(folder, [*EAGLE3, *ARGUMENTS], variables) as running:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(folder, [*EAGLE3, *ARGUMENTS], variables) as running:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         yield running
 
 

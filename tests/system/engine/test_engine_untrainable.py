@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, VersionError, Versions
 from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1 import engine_pb2
-from tests.support.engine import DRAFT, EAGLE3, TARGET, serving
+from tests.support.engine import DRAFT, EAGLE3, TARGET, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from trainer.specforge import export_signals
@@ -44,8 +44,8 @@ def test_it_serves_and_neither_learns_nor_collects_nor_takes_versions(
         "SPECULATION_ONLINE_UPDATES": "1",
     }
     arguments = (*EAGLE3[:-1], str(draft))
-    with serving(tmp_path / "engine", arguments, variables) as engine:
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+    with running_engine(tmp_path / "engine", arguments, variables) as engine:
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         spec = sidecar.introductions[0]
         # Even if it is asked for.
         sidecar.collect = True
@@ -69,4 +69,4 @@ def test_it_serves_and_neither_learns_nor_collects_nor_takes_versions(
     assert (status["online"], status["signals"], status["draft"]) == (None, None, None)
     assert not list(signals.glob("*.safetensors"))
     with pytest.raises(VersionError, match="no engine has stored its drafter there"):
-        export_signals(signals, Versions(signals / FOLDER), 0, TARGET, tmp_path / "out")
+        export_signals(signals, Versions(signals / FOLDER_NAME), 0, TARGET, tmp_path / "out")

@@ -7,9 +7,9 @@ import pytest
 
 from engine_shim.sglang.api.versions import TESTED, sglang_version
 from lab.harness.scripted_sidecar import scripted_sidecar
-from tests.support.engine import DFLASH, EAGLE3, LONE, TARGET, forked, serving
+from tests.support.engine import DFLASH, DFLASH_ONLY, EAGLE3, TARGET, fork_engine, running_engine
 from tests.support.eventually import eventually
-from tests.support.installed_wheel import unpacked
+from tests.support.installed_wheel import unpack_sglang
 from tests.support.prompts_in_flight import play_any_order
 
 pytestmark = [
@@ -34,11 +34,11 @@ def test_it_says_beforehand_whether_an_engine_would_be_steered(
     def ran(*flags: str) -> tuple[int, str]:
         words = ["sglang", "--", "--model-path", str(TARGET), *EAGLE3, *flags]
         variables = {
-            "PYTHONPATH": str(unpacked(version)),
+            "PYTHONPATH": str(unpack_sglang(version)),
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         }
         log = tmp_path / "output"
-        process = forked("engine_shim.preflight", words, tmp_path, variables, log)
+        process = fork_engine("engine_shim.preflight", words, tmp_path, variables, log)
         return process.wait(120), log.read_text()
 
     code, output = ran()
@@ -55,7 +55,7 @@ def test_it_says_beforehand_whether_an_engine_would_be_steered(
 @pytest.mark.parametrize("version", OTHERS)
 @pytest.mark.parametrize(
     ("arguments", "second", "arms"),
-    [(EAGLE3, str(DFLASH), [*OWN, *SECOND]), (LONE, "", OWN)],
+    [(EAGLE3, str(DFLASH), [*OWN, *SECOND]), (DFLASH_ONLY, "", OWN)],
     ids=["two drafters", "DFlash alone"],
 )
 def test_any_order_of_arms_gives_plain_decodings_tokens(
@@ -68,14 +68,14 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 ) -> None:
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {
-            "PYTHONPATH": str(unpacked(version)),
+            "PYTHONPATH": str(unpack_sglang(version)),
             **sidecar.variables,
             "SPECULATION_DFLASH_MODEL_PATH": second,
             "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
             "SPECULATION_SLEEP_POSITIONS": "8",
         }
-        with serving(tmp_path / "engine", arguments, variables) as engine:
-            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        with running_engine(tmp_path / "engine", arguments, variables) as engine:
+            eventually(lambda: sidecar.introductions, description="the engine introduces itself")
             # The model is the same, and so are its tokens in every version.
             reports = play_any_order(engine, sidecar, arms, 3, plain["batch"], catches_up=True)
             status = engine.internal_state()["speculation_controller"]

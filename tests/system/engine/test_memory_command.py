@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import DFLASH, DRAFT, TARGET, environment, forked
+from tests.support.engine import DFLASH, DRAFT, TARGET, environment, fork_engine
 from tests.support.model_configurations import latent_model, plain_model
 
 pytestmark = [pytest.mark.slow]
@@ -28,7 +28,7 @@ Row = tuple[str, ...]
 def ran(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
     """Exit code and all output."""
     log = folder / "output"
-    process = forked(COMMAND, options, folder, GAMMAS | variables, log)
+    process = fork_engine(COMMAND, options, folder, GAMMAS | variables, log)
     return process.wait(PATIENCE_SECONDS), log.read_text()
 
 
@@ -40,19 +40,19 @@ def rows(output: str) -> dict[str, tuple[float, ...]]:
 
 def expected(*lengths: tuple[int, int, float, float, float]) -> dict[str, tuple[float, ...]]:
     """What `rows` is to be of (length, batch, graphs, backends, tables)."""
-    found = {
+    expected_rows = {
         str(gamma): (batch, graphs, backends, tables, graphs + backends + tables)
         for gamma, batch, graphs, backends, tables in lengths
     }
-    sums = tuple(sum(row[column] for row in found.values()) for column in range(1, 5))
-    return found | {"sum": sums}
+    sums = tuple(sum(row[column] for row in expected_rows.values()) for column in range(1, 5))
+    return expected_rows | {"sum": sums}
 
 
 def assert_rows(output: str, *lengths: tuple[int, int, float, float, float]) -> None:
-    found, wanted = rows(output), expected(*lengths)
-    assert found.keys() == wanted.keys(), output
+    measured_rows, wanted = rows(output), expected(*lengths)
+    assert measured_rows.keys() == wanted.keys(), output
     for name, row in wanted.items():
-        assert found[name] == pytest.approx(row, abs=0.11), output
+        assert measured_rows[name] == pytest.approx(row, abs=0.11), output
 
 
 # FlashInfer with this target: a workspace of 512 MiB, and wrappers of 8 MiB, eight to verify and to
@@ -83,10 +83,10 @@ def test_a_lookup_keeps_the_tokens_of_all_requests(tmp_path: Path) -> None:
     options = ("--attention-backend", "triton", "--max-running-requests", "1000")
     code, output = ran(tmp_path, *EAGLE3, *options, SPECULATION_LOOKUP="1")
     assert code == 0, output
-    (found,) = re.findall(r"^MiB for prompt lookup: ([\d.]+)$", output, re.MULTILINE)
+    (lookup_mib,) = re.findall(r"^MiB for prompt lookup: ([\d.]+)$", output, re.MULTILINE)
     # Of a row for each request and one for padding: the context and some tokens behind it.
     context = 1001 * 2048 * 4 / MIB
-    assert 64 + context < float(found) < 64 + 1.1 * context
+    assert 64 + context < float(lookup_mib) < 64 + 1.1 * context
 
 
 def test_without_graphs_flashinfer_keeps_its_workspaces(tmp_path: Path) -> None:
@@ -120,16 +120,16 @@ def triton_tables(
 ) -> float:
     """For a batch of 8, in MiB."""
     tokens, further = 8 * (gamma + 1), max(0, gamma - 1)
-    found = 2 * tokens * context * 8 + (gamma if further else 0) * 8 * context * 8
-    found += tokens * (context + gamma + 1)
+    table_bytes = 2 * tokens * context * 8 + (gamma if further else 0) * 8 * context * 8
+    table_bytes += tokens * (context + gamma + 1)
     for passes, rows, (heads, splits, value) in (
         (1, tokens, target),
         (1, tokens, drafter),
         (further, 8, drafter),
     ):
         results = rows * heads * splits * (value + 1) * 4
-        found += passes * (results + 160 * (16 * (value + 2) + 1) * 4)
-    return found / MIB
+        table_bytes += passes * (results + 160 * (16 * (value + 2) + 1) * 4)
+    return table_bytes / MIB
 
 
 @pytest.mark.parametrize(("ranks", "shape"), [("1", PLAIN), ("2", HALF)])
@@ -283,13 +283,13 @@ def test_the_table_goes_to_standard_output_and_the_reason_to_standard_error(
     tmp_path: Path,
 ) -> None:
     # In an interpreter of its own, as in a shell.
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", COMMAND, *EAGLE3, "--attention-backend", "nonsense"],
         env=environment(tmp_path, GAMMAS),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 2
-    assert found.stdout == ""
-    assert "argument --attention-backend: invalid choice: 'nonsense'" in found.stderr
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert "argument --attention-backend: invalid choice: 'nonsense'" in process.stderr

@@ -14,18 +14,18 @@ import pytest
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.harness.scripted_sidecar import scripted_sidecar
-from tests.support.answering import answering
+from tests.support.answering import serve_answers
 from tests.support.engine import (
     DEEP,
     DFLASH,
+    DFLASH_ONLY,
     DRAFT,
     EAGLE3,
-    LONE,
     ROOT,
     TARGET,
     environment,
-    forked,
-    serving,
+    fork_engine,
+    running_engine,
 )
 from tests.support.eventually import eventually
 from tests.system.engine.test_engine_refusals import last_words
@@ -41,26 +41,26 @@ GAMMAS = (0, 1, 3, 7)
 def ran(folder: Path, *words: str, module: str = COMMAND, **settings: str) -> tuple[int, str]:
     """Exit code and all output.  settings: SPECULATION_*."""
     variables = {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
-    process = forked(module, words, folder, {"COLUMNS": "80"} | variables, folder / "output")
+    process = fork_engine(module, words, folder, {"COLUMNS": "80"} | variables, folder / "output")
     return process.wait(PATIENCE_SECONDS), (folder / "output").read_text()
 
 
 def document(output: str) -> dict[str, Any]:
     """The answer, without what a forked interpreter says behind it on standard error."""
-    found, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
-    assert isinstance(found, dict)
-    return found
+    parsed, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
+    assert isinstance(parsed, dict)
+    return parsed
 
 
 def answer(folder: Path, flags: Sequence[str], **settings: str) -> dict[str, Any]:
     code, output = ran(folder, "sglang", "-o", "json", "--", *MODEL, *flags, **settings)
-    found = document(output)
-    assert code == (0 if found["would_be_steered"] else 1)
-    return found
+    answer_document = document(output)
+    assert code == (0 if answer_document["would_be_steered"] else 1)
+    return answer_document
 
 
-def obstacles(found: dict[str, Any]) -> dict[str, str]:
-    return {one["topic"]: one["obstacle"] for one in found["checks"] if one["obstacle"]}
+def obstacles(answer_document: dict[str, Any]) -> dict[str, str]:
+    return {one["topic"]: one["obstacle"] for one in answer_document["checks"] if one["obstacle"]}
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def obstacles(found: dict[str, Any]) -> dict[str, str]:
         ((*EAGLE3, "--speculative-eagle-topk", "4"), {}),
         ((*EAGLE3, "--lora-paths", "name=path"), {}),
         (EAGLE3, {"dflash_model_path": str(DRAFT)}),
-        ((*LONE, "--speculative-num-draft-tokens", "4"), {}),
-        (LONE, {"gammas": "0,1,3"}),
+        ((*DFLASH_ONLY, "--speculative-num-draft-tokens", "4"), {}),
+        (DFLASH_ONLY, {"gammas": "0,1,3"}),
     ],
 )
 def test_what_it_says_is_what_a_start_is_refused_with(
     tmp_path: Path, flags: tuple[str, ...], settings: dict[str, str]
 ) -> None:
-    found = obstacles(answer(tmp_path, flags, **settings))
-    (obstacle,) = found.values()
+    obstacle_names = obstacles(answer(tmp_path, flags, **settings))
+    (obstacle,) = obstacle_names.values()
     assert obstacle in last_words(tmp_path, flags, **settings)
 
 
@@ -116,7 +116,7 @@ def test_a_drafter_that_names_no_layers_reads_the_default_ones(tmp_path: Path) -
     draft = edited(tmp_path / "draft", MODELS / "draft-mixed", eagle_config=named)
     flags = (*DEEP, *EAGLE3[:2], "--speculative-draft-model-path", str(draft))
     nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
-    with serving(tmp_path, flags, nobody) as engine:
+    with running_engine(tmp_path, flags, nobody) as engine:
         (answer,) = engine.generate([list(range(5, 40))], [16])
     assert len(answer.tokens) == 16
 
@@ -126,18 +126,18 @@ def test_a_drafter_under_the_wrong_algorithm_serves_and_the_log_says_so(tmp_path
     flags = ("--speculative-algorithm", "EAGLE", *EAGLE3[2:])
     (obstacle,) = obstacles(answer(tmp_path, flags)).values()
     nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
-    with serving(tmp_path, flags, nobody) as engine:
+    with running_engine(tmp_path, flags, nobody) as engine:
         assert obstacle in engine.log.read_text()
 
 
 def test_it_names_every_obstacle_at_once(tmp_path: Path) -> None:
     many = ("--pp-size", "2", "--dp-size", "2", "--speculative-eagle-topk", "4")
-    found = answer(tmp_path, (*EAGLE3, *many, "--speculative-num-steps", "4"))
-    assert obstacles(found).keys() == {
+    answer_document = answer(tmp_path, (*EAGLE3, *many, "--speculative-num-steps", "4"))
+    assert obstacles(answer_document).keys() == {
         "topk", "draft lengths", "pipeline parallelism", "data parallelism",
     }  # fmt: skip
-    assert found["memory"] is None
-    settled = obstacles(answer(tmp_path, (*LONE, "--pp-size", "2"), gammas="0,1,3"))
+    assert answer_document["memory"] is None
+    settled = obstacles(answer(tmp_path, (*DFLASH_ONLY, "--pp-size", "2"), gammas="0,1,3"))
     assert settled.keys() == {"pipeline parallelism", "block of DFlash"}
 
 
@@ -146,29 +146,29 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
     variables = {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
     with (
         scripted_sidecar(tmp_path) as sidecar,
-        serving(tmp_path, EAGLE3, {**sidecar.variables, **variables}) as engine,
+        running_engine(tmp_path, EAGLE3, {**sidecar.variables, **variables}) as engine,
     ):
-        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, description="the engine introduces itself")
         spec = sidecar.introductions[0]
         url = f"http://127.0.0.1:{engine.port}"
         words = ("sglang", "--url", url, "-o", "json", "--", "--model-path", str(TARGET))
         code, output = ran(tmp_path, *words, *EAGLE3[2:4], **settings)
         log = engine.log.read_text()
     assert code == 0, output
-    found = document(output)
+    answer_document = document(output)
     # The caller has given the model and the drafter.
-    assert found["left_out"]
-    assert not {"--model-path", EAGLE3[2]} & set(found["left_out"])
-    assert [(one["name"], tuple(one["gammas"])) for one in found["drafters"]] == [
+    assert answer_document["left_out"]
+    assert not {"--model-path", EAGLE3[2]} & set(answer_document["left_out"])
+    assert [(one["name"], tuple(one["gammas"])) for one in answer_document["drafters"]] == [
         (drafter.name, tuple(drafter.gammas)) for drafter in spec.drafters
     ]
-    assert f"{found['memory']['total_mib']:.0f} MiB are left for the draft lengths" in log
+    assert f"{answer_document['memory']['total_mib']:.0f} MiB are left for the draft lengths" in log
     # Two layers of two heads of 32 numbers, keys and values, in float32; all its files.
-    second = found["memory"]["second_drafter"]
+    second = answer_document["memory"]["second_drafter"]
     assert second["cache_bytes_per_token"] == 2 * 2 * 2 * 32 * 4
     size = (DFLASH / "model.safetensors").stat().st_size / 2**20
     assert second["weights_mib"] == pytest.approx(size)
-    assert found["variables"] == {
+    assert answer_document["variables"] == {
         "SPECULATION_SIDECAR": "unix:/run/speculation/controller.sock",
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
@@ -183,11 +183,11 @@ def test_an_answer_that_names_code_runs_none(tmp_path: Path) -> None:
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
     (repository / "config.json").write_text(json.dumps(config))
     (repository / "evil.py").write_text(f"open({str(ran_here)!r}, 'w').close()\n")
-    told = (
+    command_flags = (
         f"--model-path {repository} --trust-remote-code --speculative-draft-model-path "
         f"{repository} --speculative-algorithm EAGLE3 --context-length 2048 --device cpu"
     )
-    with answering({"/server_info": {"launch_command": told}}) as url:
+    with serve_answers({"/server_info": {"launch_command": command_flags}}) as url:
         code, output = ran(tmp_path, "sglang", "--url", url)
         assert (code, "what SGLang loads is not taken from" in output) == (2, True), output
         words = ("sglang", "--url", url, "-o", "json", "--", *MODEL[:2], *EAGLE3[2:])
@@ -216,16 +216,16 @@ def test_people_read_it_in_eighty_columns(tmp_path: Path) -> None:
 
 def test_a_machine_without_a_device_stands_for_one_with_a_gpu(tmp_path: Path) -> None:
     # In an interpreter of its own, because SGLang decides about the processor as it is imported.
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", COMMAND, "sglang", "-o", "json", "--", *MODEL, *EAGLE3],
         env=environment(tmp_path, {}) | {"SGLANG_USE_CPU_ENGINE": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
+    assert completed.returncode == 0, completed.stderr
     # Nothing that SGLang says stands between the braces, or beside them.
-    facts = json.loads(found.stdout)["facts"]
+    facts = json.loads(completed.stdout)["facts"]
     assert facts["device"] == "cuda, assumed because none was found here"
     assert facts["overlap schedule"] == "on"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.faults.catalogue import linked_faults
-from tools.faults.fault import Fault, injected
+from tools.faults.fault import Fault, run_fault
 
 _KILLS = 6
 _DAMAGES = 40
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
 def test_it_goes_as_expected(fault: Fault) -> None:
-    outcome = injected(fault)
+    outcome = run_fault(fault)
     print(outcome.figures)
     if outcome.holds is None:
         pytest.skip(outcome.observed)

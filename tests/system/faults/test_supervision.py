@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 import controller
 import engine_shim
-from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
+from controller.service.metrics.sidecar import SIDECAR_FAMILIES, SidecarSnapshot
 from controller.service.views.readiness import STORE
 from controller.util.tasks import Supervisor
 from lab.harness.processes import free_port
@@ -21,12 +21,12 @@ from tests.support import override_calls
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     health_stub,
-    serving,
-    soon,
-    until,
-    written,
+    render_family,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 # Tasks of one call or one connection, which end with it: whoever awaits them sees how.
@@ -61,13 +61,13 @@ def lines() -> Iterator[list[Any]]:
 
 
 @asynccontextmanager
-async def with_everything(folder: Path) -> AsyncIterator[Running]:
+async def with_everything(folder: Path) -> AsyncIterator[RunningSidecar]:
     """A sidecar with every part that has a task."""
     access, policy = folder / "access", folder / "policy.yaml"
     access.write_text("read  token-sha256:" + "0" * 64 + "  reader\n")
     policy.write_text("policies: []\n")
     with RedisServer(folder / "redis") as redis:
-        async with serving(
+        async with running_sidecar(
             folder, redis_url=redis.url, access=access, policy=policy,
             record_directory=folder / "recordings", metrics_host="127.0.0.1",
             metrics_port=free_port(), page_port=free_port(), ready_with="guess",
@@ -75,24 +75,24 @@ async def with_everything(folder: Path) -> AsyncIterator[Running]:
             yield running
 
 
-def measured(running: Running) -> dict[tuple[str, str], float]:
+def measured(running: RunningSidecar) -> dict[tuple[str, str], float]:
     sidecar = running.sidecar
     registry = sidecar.override_registry
     snapshot = SidecarSnapshot([], [], registry.policy, registry.health, sidecar.supervisor.states)
     return {
         (sample.name, sample.labels.get("task", "")): sample.value
-        for family in OF_THE_SIDECAR
-        for sample in written(family, snapshot)
+        for family in SIDECAR_FAMILIES
+        for sample in render_family(family, snapshot)
     }
 
 
-async def is_serving(running: Running, service: str) -> bool:
+async def is_serving(running: RunningSidecar, service: str) -> bool:
     request = health_pb2.HealthCheckRequest(service=service)
-    answer = await soon(health_stub(running.channel).Check(request))
+    answer = await with_timeout(health_stub(running.channel).Check(request))
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def services_of(running: Running, task: str) -> list[str]:
+def services_of(running: RunningSidecar, task: str) -> list[str]:
     """The services whose detail names a task."""
     return [it.service for it in running.sidecar._readiness.services() if f" {task} " in it.detail]
 
@@ -103,17 +103,17 @@ async def test_every_task_that_is_killed_is_seen_and_runs_again(tmp_path: Path, 
         assert set(supervisor.states) == TASKS
         for name in sorted(TASKS, key=lambda name: name in LAST):
             supervisor.cancel(name)
-            await until(lambda name=name: name in supervisor.faults())
-            found = measured(running)
-            assert found["speculation_task_down", name] == 1
-            assert found["speculation_task_failures_total", name] == 1
+            await wait_until(lambda name=name: name in supervisor.faults())
+            metric_values = measured(running)
+            assert metric_values["speculation_task_down", name] == 1
+            assert metric_values["speculation_task_failures_total", name] == 1
             assert services_of(running, name), f"every service is SERVING without {name}"
         assert not await is_serving(running, "")
         assert not await is_serving(running, STORE)
         assert {line["task"] for line in lines if line["event"] == "task_failed"} == TASKS
-        await until(lambda: not supervisor.faults())
-        found = measured(running)
-        assert not any(found["speculation_task_down", name] for name in TASKS)
+        await wait_until(lambda: not supervisor.faults())
+        metric_values = measured(running)
+        assert not any(metric_values["speculation_task_down", name] for name in TASKS)
         for service in ("", STORE):
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while not await is_serving(running, service):  # noqa: ASYNC110  # asked by a call
@@ -121,13 +121,13 @@ async def test_every_task_that_is_killed_is_seen_and_runs_again(tmp_path: Path, 
         await obeys(running)
 
 
-async def obeys(running: Running) -> None:
+async def obeys(running: RunningSidecar) -> None:
     """What the tasks are for works: an override reaches an engine, and ends by itself."""
     await running.introduce()
-    await override_calls.set_(running, name="brief", gamma=1, request={"ttl_seconds": 1.5})
+    await override_calls.set_override(running, name="brief", gamma=1, request={"ttl_seconds": 1.5})
     session = next(iter(running.sidecar.registry))
-    await until(lambda: "brief" in session.plan.overrides)
-    await until(lambda: "brief" not in session.plan.overrides)
+    await wait_until(lambda: "brief" in session.plan.overrides)
+    await wait_until(lambda: "brief" not in session.plan.overrides)
 
 
 def test_whoever_creates_a_task_has_somebody_who_sees_its_end():
@@ -143,7 +143,7 @@ def test_whoever_creates_a_task_has_somebody_who_sees_its_end():
 async def test_a_task_that_fails_by_an_error_is_started_again_by_a_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Any]
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         registry = running.sidecar.override_registry
         refresh, failures = registry.refresh, 1
 
@@ -155,9 +155,9 @@ async def test_a_task_that_fails_by_an_error_is_started_again_by_a_sidecar(
             await refresh()
 
         monkeypatch.setattr(registry, "refresh", fail_once)
-        registry._news.set()
+        registry._refresh_needed.set()
         supervisor: Supervisor = running.sidecar.supervisor
-        await until(supervisor.faults)
+        await wait_until(supervisor.faults)
         assert set(supervisor.faults()) == {"overrides"}
-        await until(lambda: not supervisor.faults())
+        await wait_until(lambda: not supervisor.faults())
         await obeys(running)

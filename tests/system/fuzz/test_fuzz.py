@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.fuzz.campaign import CORPUS, TARGETS, Watch, fuzz, quiet, replay
+from tools.fuzz.campaign import CORPUS, TARGETS, Watch, fuzz, quiet_logging, replay
 
 EXAMPLES = 1000
 # Of one target, where a machine is busy.
@@ -14,7 +14,7 @@ SECONDS = 0.5
 @pytest.mark.parametrize("name", TARGETS)
 def test_bad_input_is_refused_and_nothing_else_happens(name: str, tmp_path: Path):
     target = TARGETS[name]
-    with quiet(), target.opened(tmp_path) as feed:
+    with quiet_logging(), target.opened(tmp_path) as feed:
         watch = Watch(target, feed)
         replay(watch)
         fuzz(watch, EXAMPLES, SECONDS)

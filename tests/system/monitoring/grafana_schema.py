@@ -22,27 +22,27 @@ def faults(dashboard: dict[str, Any]) -> list[str]:
     return [*_lost(dashboard, written, "dashboard"), *_unfit(read, Dashboard, "dashboard")]
 
 
-def _lost(given: Any, kept: Any, where: str) -> Iterator[str]:
+def _lost(original: Any, kept: Any, where: str) -> Iterator[str]:
     """Keys and values that the model did not take over."""
-    if isinstance(given, dict) and isinstance(kept, dict):
-        for key, value in given.items():
+    if isinstance(original, dict) and isinstance(kept, dict):
+        for key, value in original.items():
             if key in kept:
                 yield from _lost(value, kept[key], f"{where}.{key}")
             else:
                 yield f"{where}.{key}: unknown"
-    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        for index, (before, after) in enumerate(zip(given, kept, strict=True)):
+    elif isinstance(original, list) and isinstance(kept, list) and len(original) == len(kept):
+        for index, (before, after) in enumerate(zip(original, kept, strict=True)):
             yield from _lost(before, after, f"{where}[{index}]")
-    elif given != kept:
-        yield f"{where}: {given!r} became {kept!r}"
+    elif original != kept:
+        yield f"{where}: {original!r} became {kept!r}"
 
 
 def _unfit(value: Any, hint: Any, where: str) -> Iterator[str]:
     """Values that do not have the type of the hint, in all that the value holds."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in {Union, types.UnionType}:
-        found = [list(_unfit(value, one, where)) for one in arguments]
-        yield from min(found, key=len)
+        misfits_by_type = [list(_unfit(value, one, where)) for one in arguments]
+        yield from min(misfits_by_type, key=len)
     elif origin is list and isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unfit(item, arguments[0], f"{where}[{index}]")

@@ -101,8 +101,8 @@ def _in(node: promql.Expr, needed: frozenset[str]) -> Iterator[Selector]:
 
 def _grouped(node: promql.AggregateExpr) -> frozenset[str]:
     modifier = node.modifier
-    by = modifier is not None and modifier.type == promql.AggModifierType.By
-    return frozenset(modifier.labels if modifier is not None and by else ())
+    is_by_modifier = modifier is not None and modifier.type == promql.AggModifierType.By
+    return frozenset(modifier.labels if modifier is not None and is_by_modifier else ())
 
 
 def _matched(node: promql.BinaryExpr) -> tuple[frozenset[str], frozenset[str]]:

@@ -27,8 +27,8 @@ def step_seconds(gamma: int) -> float:
 class SteeredEngine:
     """steps, seconds, drafts, drafted, accepted, delivered, unsteered: of what was reported.
 
-    by_length: drafts, by how many of their tokens were accepted.  refused: reports that the socket
-    had no room for; they were counted as dropped, and sent again.
+    sequences_by_length: drafts, by how many of their tokens were accepted.  refused: reports that
+    the socket had no room for; they were counted as dropped, and sent again.
     """
 
     def __init__(self, link: EngineLink) -> None:
@@ -52,7 +52,7 @@ class SteeredEngine:
             self.run(20)
             return bool(condition())
 
-        eventually(stepped, within=PATIENCE_SECONDS, what=what)
+        eventually(stepped, timeout_seconds=PATIENCE_SECONDS, description=what)
 
     def _step(self, *, unsteered: bool) -> None:
         choice = self.link.choose(BATCH_SIZE)
@@ -81,7 +81,7 @@ class SteeredEngine:
             self.refused += not taken
             return taken
 
-        eventually(sent, within=PATIENCE_SECONDS, what="room for a report")
+        eventually(sent, timeout_seconds=PATIENCE_SECONDS, description="room for a report")
         self.steps, self.gamma = step, gamma
         self.seconds += seconds
         if gamma:
@@ -101,8 +101,8 @@ def steered_engine(address: str) -> Iterator[SteeredEngine]:
     try:
         eventually(
             lambda: link.choose(BATCH_SIZE).source is Source.PLAN,
-            within=PATIENCE_SECONDS,
-            what="steered by a plan",
+            timeout_seconds=PATIENCE_SECONDS,
+            description="steered by a plan",
         )
         yield SteeredEngine(link)
     finally:

@@ -14,7 +14,7 @@ DASHBOARD: dict[str, Any] = json.loads((ALERTS.parent / "dashboard.json").read_t
 
 
 def panel(dashboard: dict[str, Any], kind: str) -> dict[str, Any]:
-    return next(found for found in dashboard["panels"] if found["type"] == kind)
+    return next(candidate for candidate in dashboard["panels"] if candidate["type"] == kind)
 
 
 def test_the_dashboard_is_one():
@@ -26,8 +26,10 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap():
     assert len({one["id"] for one in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for one in panels:
-        at = one["gridPos"]
-        cells = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
+        grid = one["gridPos"]
+        cells = {
+            (grid["x"] + dx, grid["y"] + dy) for dx in range(grid["w"]) for dy in range(grid["h"])
+        }
         assert not cells & taken, one["title"]
         assert max(x for x, _ in cells) < 24
         taken |= cells

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
-from controller.service.metrics.family import Family
-from controller.service.metrics.server import OF_AN_ENGINE
-from controller.service.metrics.sidecar import OF_THE_SIDECAR
+from controller.service.metrics.family import MetricFamily
+from controller.service.metrics.server import ENGINE_FAMILIES
+from controller.service.metrics.sidecar import SIDECAR_FAMILIES
 from lab.harness.processes import free_port
 from tests.support.eventually import eventually
-from tests.support.prometheus_server import PATIENCE_SECONDS, PrometheusServer, prometheus, tool
+from tests.support.prometheus_server import (
+    PATIENCE_SECONDS,
+    PrometheusServer,
+    find_tool,
+    prometheus,
+)
 from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
 from tests.system.monitoring.selectors import (
@@ -56,20 +61,22 @@ class Stage:
         """Returns once Prometheus has scraped everything that was reported."""
         eventually(
             lambda: self.number("speculation_reports_total") == self.engine.steps,
-            within=PATIENCE_SECONDS,
-            what=f"{self.engine.steps} reports in Prometheus",
+            timeout_seconds=PATIENCE_SECONDS,
+            description=f"{self.engine.steps} reports in Prometheus",
         )
 
     def answered(self, query: str) -> list[dict[str, Any]]:
         """The samples of a query; a rate has none before the second scrape of its series."""
         return eventually(
-            lambda: self.prometheus.query(query), within=PATIENCE_SECONDS, what=f"data: {query}"
+            lambda: self.prometheus.query(query),
+            timeout_seconds=PATIENCE_SECONDS,
+            description=f"data: {query}",
         )
 
     def number(self, name: str, **labels: str) -> float:
         matchers = "".join(f',{label}="{value}"' for label, value in labels.items())
-        found = self.prometheus.query(f'{name}{{engine="{ENGINE}"{matchers}}}')
-        return float(found[0]["value"][1]) if len(found) == 1 else -1.0
+        samples = self.prometheus.query(f'{name}{{engine="{ENGINE}"{matchers}}}')
+        return float(samples[0]["value"][1]) if len(samples) == 1 else -1.0
 
 
 def override(sidecar: SidecarProcess, *words: str) -> None:
@@ -99,9 +106,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         engine.run_until(lambda: engine.drafts and engine.steps >= 400, "400 steps, some drafted")
         engine.run(5, unsteered=True)
         engine.run(20)
-        found = Stage(engine, server, f"http://127.0.0.1:{port}/metrics")
-        found.settled()
-        yield found
+        prepared_stage = Stage(engine, server, f"http://127.0.0.1:{port}/metrics")
+        prepared_stage.settled()
+        yield prepared_stage
 
 
 def test_prometheus_has_what_the_engine_reported(stage: Stage):
@@ -149,8 +156,8 @@ def test_ratios_of_the_last_minute_are_those_of_the_counters(stage: Stage):
             and near("draft_acceptance_rate", engine.accepted / engine.drafted)
             and near("accepted_per_verified", (engine.accepted + engine.drafts) / verified)
         ),
-        within=PATIENCE_SECONDS,
-        what="ratios near those of all steps",
+        timeout_seconds=PATIENCE_SECONDS,
+        description="ratios near those of all steps",
     )
 
 
@@ -175,7 +182,7 @@ def test_estimates_come_near_what_the_engine_does(stage: Stage):
         assert error >= abs(observed - predicted) - 1e-9
         return error < 0.1 * observed and abs(accepted - expected) < 0.2 * expected
 
-    eventually(near, within=PATIENCE_SECONDS, what="predictions come true")
+    eventually(near, timeout_seconds=PATIENCE_SECONDS, description="predictions come true")
     # At 0.8 a position drafting pays on this machine, and much of it more than one token.
     assert stage.engine.gamma > SAFE_GAMMA
     for instead in ("off", "static"):
@@ -185,30 +192,30 @@ def test_estimates_come_near_what_the_engine_does(stage: Stage):
 
 def test_promtool_finds_nothing_to_mend_in_a_scrape(stage: Stage):
     checked = subprocess.run(
-        [tool("promtool"), "check", "metrics"],
+        [find_tool("promtool"), "check", "metrics"],
         input=stage.scrape(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("family", [*OF_AN_ENGINE, *OF_THE_SIDECAR], ids=lambda f: f.name)
+@pytest.mark.parametrize("family", [*ENGINE_FAMILIES, *SIDECAR_FAMILIES], ids=lambda f: f.name)
 def test_every_metric_of_the_reference_is_there_with_its_labels(
-    stage: Stage, family: "Family[object]"
+    stage: Stage, family: "MetricFamily[object]"
 ):
-    found = stage.answered(family.sample_name)
-    own = {"engine"} if family in OF_AN_ENGINE else set()
+    samples = stage.answered(family.sample_name)
+    own = {"engine"} if family in ENGINE_FAMILIES else set()
     own |= set(family.labels)
-    for sample in found:
+    for sample in samples:
         assert set(sample["metric"]) == {"__name__", "job", "instance"} | own
 
 
 def labels_there(stage: Stage) -> dict[str, set[str]]:
     """By metric that Prometheus has, the labels of its series."""
-    found: dict[str, set[str]] = {}
+    label_names: dict[str, set[str]] = {}
     for series in stage.prometheus.api("series", **{"match[]": '{__name__=~".+"}'}):
         name = series.pop("__name__")
-        found.setdefault(name, set()).update(series)
-    return found
+        label_names.setdefault(name, set()).update(series)
+    return label_names
 
 
 def missing(stage: Stage, wanted: set[Selector]) -> set[Selector]:
@@ -229,7 +236,7 @@ def alert_rules(stage: Stage) -> dict[str, str]:
 
 
 def test_every_metric_and_label_of_the_alerts_exists(stage: Stage):
-    wanted = {found for query in alert_rules(stage).values() for found in selectors(query)}
+    wanted = {selector for query in alert_rules(stage).values() for selector in selectors(query)}
     assert len(wanted) > 15
     assert missing(stage, wanted) == set()
 
@@ -247,7 +254,7 @@ def test_every_alert_is_evaluated_without_an_error(stage: Stage):
         groups = stage.prometheus.api("rules", type="alert")["groups"]
         return all(rule["health"] != "unknown" for group in groups for rule in group["rules"])
 
-    eventually(evaluated, within=PATIENCE_SECONDS, what="every rule evaluated")
+    eventually(evaluated, timeout_seconds=PATIENCE_SECONDS, description="every rule evaluated")
     for group in stage.prometheus.api("rules", type="alert")["groups"]:
         for rule in group["rules"]:
             assert (rule["name"], rule["health"]) == (rule["name"], "ok"), rule.get("lastError")
@@ -261,7 +268,7 @@ def test_a_sidecar_and_an_engine_that_are_well_raise_no_alert(stage: Stage):
 
 def test_every_metric_and_label_of_the_dashboard_exists(stage: Stage):
     queries = dashboard_queries(json.loads(DASHBOARD.read_text()))
-    wanted = {found for query in queries for found in selectors(query)}
+    wanted = {selector for query in queries for selector in selectors(query)}
     assert len(wanted) > 50
     assert missing(stage, wanted) == set()
 
@@ -272,8 +279,8 @@ def test_every_query_of_the_dashboard_is_answered(stage: Stage):
     for query, legend in panel_targets(json.loads(DASHBOARD.read_text())):
         # Nothing was refused, so that panel shows nothing.
         refused = "rejected_reports" in query
-        found = stage.prometheus.query(query) if refused else stage.answered(query)
-        for sample in found:
+        samples = stage.prometheus.query(query) if refused else stage.answered(query)
+        for sample in samples:
             assert set(re.findall(r"{{(\w+)}}", legend)) <= set(sample["metric"]), query
 
 
@@ -303,7 +310,7 @@ def test_every_query_for_autoscalers_is_answered(stage: Stage):
 def test_every_metric_has_its_place_on_the_dashboard():
     queries = " ".join(dashboard_queries(json.loads(DASHBOARD.read_text())))
     shown = set(re.findall(r"\bspeculation_\w+", queries))
-    families: list[Family[Any]] = [*OF_AN_ENGINE, *OF_THE_SIDECAR]
+    families: list[MetricFamily[Any]] = [*ENGINE_FAMILIES, *SIDECAR_FAMILIES]
     assert {family.sample_name for family in families} - shown == set()
 
 
@@ -320,7 +327,7 @@ def test_the_sides_of_comparisons_are_found(query: str, sides: set[str]):
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "expected_selectors"),
     [
         ("rate(a_total[5m]) / on (x) group_left (y) b", {("a_total", "x"), ("b", "x,y")}),
         ('sum by (z) (a{l="v"}) > 0.5 unless c', {("a", "l,z"), ("c", "")}),
@@ -328,8 +335,10 @@ def test_the_sides_of_comparisons_are_found(query: str, sides: set[str]):
         ("topk by (k) (2, (a))", {("a", "k")}),
     ],
 )
-def test_selectors_are_found_wherever_they_stand(query: str, found: set[tuple[str, str]]):
-    assert {(s.name, ",".join(sorted(s.labels))) for s in selectors(query)} == found
+def test_selectors_are_found_wherever_they_stand(
+    query: str, expected_selectors: set[tuple[str, str]]
+):
+    assert {(s.name, ",".join(sorted(s.labels))) for s in selectors(query)} == expected_selectors
 
 
 def test_what_is_no_query_is_refused():

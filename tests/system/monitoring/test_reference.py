@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.vllm_engine.environment import VENV, is_made
+from lab.vllm_engine.environment import VENV, has_environment
 from tests.support.service_harness import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +54,9 @@ def test_what_is_said_to_be_a_metric_of_sglang_is_one():
     assert {name for name in names if f'"{name}"' not in source} == set()
 
 
-@pytest.mark.skipif(not is_made(), reason="VLLM IS NOT INSTALLED HERE: make setup-vllm installs it")
+@pytest.mark.skipif(
+    not has_environment(), reason="VLLM IS NOT INSTALLED HERE: make setup-vllm installs it"
+)
 def test_what_is_said_to_be_a_metric_of_vllm_is_one():
     (folder,) = (VENV / "lib").glob("python3*/site-packages/vllm/v1")
     source = "".join(

@@ -138,12 +138,14 @@ def test_log_lines_go_there_as_they_are_written(run: Run):
     assert Counter(sent) <= Counter(written)
     change = next(r for r in run.collector.records if r.body.string_value == "plan_changed")
     line = next(line for line in run.lines if line["event"] == "plan_changed")
-    said = plain(change.attributes)
-    assert said["decision"] == line["decision"]
-    assert said["gamma"] == line["gamma"]
-    under = [r for r in run.collector.records if plain(r.attributes).get("overrides") == "['pin']"]
+    attributes = plain(change.attributes)
+    assert attributes["decision"] == line["decision"]
+    assert attributes["gamma"] == line["gamma"]
+    pinned_records = [
+        r for r in run.collector.records if plain(r.attributes).get("overrides") == "['pin']"
+    ]
     (call,) = run.named("/SetOverride")
-    assert any(record.trace_id == call.trace_id for record in under)
+    assert any(record.trace_id == call.trace_id for record in pinned_records)
 
 
 def test_nothing_is_sampled_at_ratio_0_but_what_a_caller_has_sampled(tmp_path: Path):

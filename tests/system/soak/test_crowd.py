@@ -18,14 +18,16 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300 + round(120 * MINUTES
 
 
 def test_engines_that_come_and_go_leave_nothing_behind() -> None:
-    found = soak(ENGINES, MINUTES)
+    soak_result = soak(ENGINES, MINUTES)
     fills = MINUTES < MEMORY_MINUTES
-    assert [it for it in found.findings if not (fills and ": memory_megabytes grew" in it)] == []
+    assert [
+        it for it in soak_result.findings if not (fills and ": memory_megabytes grew" in it)
+    ] == []
     # It was a crowd at all.
-    assert found.lives >= ENGINES
-    assert found.plans > found.lives
-    assert found.overrides > 3
-    assert found.looks > 3
-    assert {growth.kind for growth in found.growths} == {
+    assert soak_result.lives >= ENGINES
+    assert soak_result.plans > soak_result.lives
+    assert soak_result.overrides > 3
+    assert soak_result.probes > 3
+    assert {growth.kind for growth in soak_result.growths} == {
         "memory_megabytes", "descriptors", "threads", "sockets", "log_bytes",
     }  # fmt: skip

@@ -11,24 +11,24 @@ from tools.soak.growth import TOLERANCES, Sample, growths, theil_sen
 def life(seconds: float = 1800.0, every: float = 4.5, name: str = "sidecar") -> list[Sample]:
     """Moving load: memory warms up and breathes, connections come and go."""
     rng = random.Random(7)
-    found = []
+    samples = []
     for number in range(int(seconds / every)):
-        at = number * every
-        warm = min(1.0, at / (0.2 * seconds))
+        elapsed_seconds = number * every
+        warm = min(1.0, elapsed_seconds / (0.2 * seconds))
         clients = rng.choice([0, 1, 4, 16])
-        found.append(
+        samples.append(
             Sample(
-                seconds=at,
+                seconds=elapsed_seconds,
                 name=name,
                 pid=1,
                 memory_megabytes=60 + 30 * warm + rng.uniform(0, 3),
                 descriptors=20 + clients,
                 threads=12 + (clients > 4),
                 sockets=8 + clients,
-                log_bytes=int(at * 50),
+                log_bytes=int(elapsed_seconds * 50),
             )
         )
-    return found
+    return samples
 
 
 def too_much(samples: list[Sample]) -> list[str]:
@@ -36,11 +36,11 @@ def too_much(samples: list[Sample]) -> list[str]:
 
 
 def test_load_that_moves_is_no_leak() -> None:
-    found = growths(life())
-    assert [growth.kind for growth in found] == list(TOLERANCES)
-    assert not any(growth.is_too_much for growth in found)
+    measured_growths = growths(life())
+    assert [growth.kind for growth in measured_growths] == list(TOLERANCES)
+    assert not any(growth.is_too_much for growth in measured_growths)
     # Memory is warm at 90 MB.
-    assert found[0].first >= 90
+    assert measured_growths[0].first >= 90
 
 
 def test_more_and_more_load_with_pauses_in_between_is_no_leak() -> None:
@@ -79,9 +79,9 @@ def test_one_step_up_is_none_while_many_are_one() -> None:
 
 def test_a_process_that_was_started_again_is_judged_by_itself() -> None:
     again = [replace(s, pid=2, seconds=s.seconds + 1800, memory_megabytes=400) for s in life()]
-    found = growths([*life(), *again])
-    assert {growth.pid for growth in found} == {1, 2}
-    assert not any(growth.is_too_much for growth in found)
+    measured_growths = growths([*life(), *again])
+    assert {growth.pid for growth in measured_growths} == {1, 2}
+    assert not any(growth.is_too_much for growth in measured_growths)
 
 
 def test_a_life_that_is_too_short_is_not_judged() -> None:

@@ -8,16 +8,16 @@ import pytest
 from controller.core.step_report import StepReport
 from speculation.v1 import plan_pb2
 from tools.soak import reconcile
-from tools.soak.engine_log import Ended, Row, Step
+from tools.soak.engine_log import EndedRequest, Row, Step
 from tools.soak.load import Served
-from tools.soak.on_record import OnRecord, Told
+from tools.soak.on_record import RecordedEngine, RecordedReport
 
 SESSION = 7
 # Two requests; the second ends a step before the first.
 RAN = (
     Step(1, 2, (Row("a", 2), Row("b", 0))),
-    Step(2, 3, (Row("a", 1), Row("b", 3)), (Ended("b", 6, 2, 3),)),
-    Step(3, 2, (Row("a", 2),), (Ended("a", 9, 3, 5),)),
+    Step(2, 3, (Row("a", 1), Row("b", 3)), (EndedRequest("b", 6, 2, 3),)),
+    Step(3, 2, (Row("a", 2),), (EndedRequest("a", 9, 3, 5),)),
 )
 PLAIN = tuple(range(100, 200))
 ANSWERS = (
@@ -40,7 +40,7 @@ def report(step: Step, **changes: object) -> StepReport:
     return StepReport(**right | changes)  # type: ignore[arg-type]
 
 
-def record(*reports: StepReport) -> OnRecord:
+def record(*reports: StepReport) -> RecordedEngine:
     """Under one plan: 2 tokens for one sequence, and for more 2 with a probe of 3."""
     rows = [
         plan_pb2.PlanRow(max_batch_size=1, drafter="eagle3", gamma=2),
@@ -50,18 +50,20 @@ def record(*reports: StepReport) -> OnRecord:
         ),
     ]  # fmt: skip
     plan = plan_pb2.Plan(epoch=5, rows=rows, overrides=["short"])
-    found = OnRecord(told=[Told(SESSION, r) for r in reports], plans={(SESSION, 5): plan})
-    found.overrides = [frozenset(), frozenset({"short"}), frozenset()]
-    return found
+    recorded_run = RecordedEngine(
+        reports=[RecordedReport(SESSION, r) for r in reports], plans={(SESSION, 5): plan}
+    )
+    recorded_run.overrides = [frozenset(), frozenset({"short"}), frozenset()]
+    return recorded_run
 
 
-def findings(found: OnRecord, ran: tuple[Step, ...] = RAN) -> list[str]:
+def findings(recorded_run: RecordedEngine, ran: tuple[Step, ...] = RAN) -> list[str]:
     return [
-        *reconcile.steps(ran, found),
-        *reconcile.plans(found),
-        *reconcile.served(ran, found, ANSWERS),
+        *reconcile.steps(ran, recorded_run),
+        *reconcile.plans(recorded_run),
+        *reconcile.served(ran, recorded_run, ANSWERS),
         *reconcile.tokens(ANSWERS),
-        *reconcile.overrides(found, {"short": frozenset({2, 3})}),
+        *reconcile.overrides(recorded_run, {"short": frozenset({2, 3})}),
     ]
 
 
@@ -70,9 +72,9 @@ def test_what_agrees_has_no_findings() -> None:
 
 
 def test_a_step_that_is_counted_as_dropped_is_none() -> None:
-    found = record(report(RAN[0]), report(RAN[2]))
-    found.dropped = 1
-    assert findings(found) == []
+    recorded_run = record(report(RAN[0]), report(RAN[2]))
+    recorded_run.dropped = 1
+    assert findings(recorded_run) == []
 
 
 @pytest.mark.parametrize(
@@ -99,31 +101,34 @@ def test_a_step_that_is_counted_as_dropped_is_none() -> None:
 def test_what_is_on_record_otherwise_is_found(
     change: Callable[[list[StepReport]], list[StepReport]], text: str
 ) -> None:
-    found = findings(record(*change([report(step) for step in RAN])))
-    assert any(text in finding for finding in found), found
+    complaints = findings(record(*change([report(step) for step in RAN])))
+    assert any(text in finding for finding in complaints), complaints
 
 
 def test_losses_that_were_counted_but_did_not_happen_are_found() -> None:
-    found = record(*map(report, RAN))
-    found.dropped = 2
-    assert "0 steps are not on record, 2 are counted as dropped: []" in findings(found)
+    recorded_run = record(*map(report, RAN))
+    recorded_run.dropped = 2
+    assert "0 steps are not on record, 2 are counted as dropped: []" in findings(recorded_run)
 
 
 def test_refusals_and_gaps_are_found() -> None:
-    found = record(*map(report, RAN))
-    found.refused, found.gaps = ["step 2 does not follow step 2"], ["a frame was torn"]
-    assert findings(found) == [
+    recorded_run = record(*map(report, RAN))
+    recorded_run.refused, recorded_run.gaps = (
+        ["step 2 does not follow step 2"],
+        ["a frame was torn"],
+    )
+    assert findings(recorded_run) == [
         "a report was refused: step 2 does not follow step 2",
         "a frame was torn",
     ]
 
 
 def test_a_step_that_the_engines_own_counters_do_not_know_is_found() -> None:
-    ran = (RAN[0], RAN[1], replace(RAN[2], ended=(Ended("a", 9, 2, 3),)))
-    found = findings(record(*map(report, ran)), ran)
-    assert any("SGLang counts 2 steps and 3 accepted drafts, 3 and 5 ran" in f for f in found)
-    assert any("answered with 3 steps and 5 accepted" in f for f in found)
-    assert any("13 tokens are on record and 0 in steps that were dropped" in f for f in found)
+    ran = (RAN[0], RAN[1], replace(RAN[2], ended=(EndedRequest("a", 9, 2, 3),)))
+    complaints = findings(record(*map(report, ran)), ran)
+    assert any("SGLang counts 2 steps and 3 accepted drafts, 3 and 5 ran" in f for f in complaints)
+    assert any("answered with 3 steps and 5 accepted" in f for f in complaints)
+    assert any("13 tokens are on record and 0 in steps that were dropped" in f for f in complaints)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +139,23 @@ def test_a_step_that_the_engines_own_counters_do_not_know_is_found() -> None:
     ],
 )
 def test_tokens_that_are_wrong_are_found(answer: Served, text: str) -> None:
-    found = [
+    complaints = [
         *reconcile.served(RAN, record(*map(report, RAN)), [answer]),
         *reconcile.tokens([answer]),
     ]
-    assert len(found) == 1
-    assert text in found[0]
+    assert len(complaints) == 1
+    assert text in complaints[0]
 
 
 def test_an_override_that_is_not_obeyed_or_never_ends_is_found() -> None:
-    found = record(*map(report, RAN))
-    assert reconcile.overrides(found, {"short": frozenset({2})}) == ["step 2 ran 3 under short"]
-    found.overrides = [frozenset({"short"})]
-    assert reconcile.overrides(found, {"short": frozenset({2, 3}), "other": frozenset()}) == [
+    recorded_run = record(*map(report, RAN))
+    assert reconcile.overrides(recorded_run, {"short": frozenset({2})}) == [
+        "step 2 ran 3 under short"
+    ]
+    recorded_run.overrides = [frozenset({"short"})]
+    assert reconcile.overrides(
+        recorded_run, {"short": frozenset({2, 3}), "other": frozenset()}
+    ) == [
         "override short is in force at the end",
         "override other: no step ran under it",
     ]

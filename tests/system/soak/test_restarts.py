@@ -12,7 +12,7 @@ from speculation.v1.engine_pb2 import StepReport
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
-from tests.support.step_reports import filled
+from tests.support.step_reports import fill_report
 from tools.soak import reconcile
 from tools.soak.engine_log import Row, Step
 from tools.soak.on_record import read_record
@@ -30,7 +30,7 @@ def running(engine: LinkedEngine) -> Iterator[list[Step]]:
     send, stop = engine.link.report, threading.Event()
 
     def noted(fill: Callable[[StepReport], None]) -> bool:
-        report = filled(fill)
+        report = fill_report(fill)
         counts = enumerate(report.accepted_counts)
         rows = [Row("", k) for k, count in counts for _ in range(count)]
         ran.append(Step(report.step, report.gamma, tuple(rows)))
@@ -56,9 +56,9 @@ def test_no_step_is_lost_uncounted_when_sidecars_stop_and_start(tmp_path: Path) 
     def reported(sidecar: SidecarProcess, steps: int) -> None:
         with SidecarHandle(sidecar.address, ENGINE_ID) as client:
             eventually(
-                lambda: client.introduced() and client.status().reports >= steps,
-                within=60.0,
-                what="the engine reports to this sidecar",
+                lambda: client.is_introduced() and client.status().reports >= steps,
+                timeout_seconds=60.0,
+                description="the engine reports to this sidecar",
             )
 
     with (
@@ -76,10 +76,11 @@ def test_no_step_is_lost_uncounted_when_sidecars_stop_and_start(tmp_path: Path) 
             with SidecarHandle(last.address, ENGINE_ID) as client:
                 eventually(
                     lambda: (
-                        client.introduced() and client.status().last_report.step == ran[-1].number
+                        client.is_introduced()
+                        and client.status().last_report.step == ran[-1].number
                     ),
-                    within=60.0,
-                    what="the last step's report",
+                    timeout_seconds=60.0,
+                    description="the last step's report",
                 )
             assert last.stop()[0] == 0
     record = read_record(tmp_path / "record", ENGINE_ID)

@@ -26,22 +26,22 @@ pytestmark = [
 
 def test_nothing_grows_and_what_ran_is_on_record(tmp_path: Path) -> None:
     options = Options(MINUTES, tmp_path)
-    found = soak(options)
-    report.show(found, Terminal())
-    report.write(found, options)
-    assert {name: lines for name, lines in found.findings.items() if lines} == {}
+    soak_result = soak(options)
+    report.show(soak_result, Terminal())
+    report.write(soak_result, options)
+    assert {name: lines for name, lines in soak_result.findings.items() if lines} == {}
 
     # It was a soak at all: everything that should have happened did.
-    assert found.load["phases"] >= 2
-    assert found.load["aborted"] > 0
-    assert found.load["hung_up"] > 0
-    assert len({step.gamma for step in found.ran}) >= 2
-    assert max(len(step.rows) for step in found.ran) >= 8
-    assert len(found.record.sessions) >= 2
-    assert found.verdict is not None
-    assert found.verdict.decisions > 20
-    assert found.looks > 0
-    assert {growth.name for growth in found.growths} == {
+    assert soak_result.load["phases"] >= 2
+    assert soak_result.load["aborted"] > 0
+    assert soak_result.load["hung_up"] > 0
+    assert len({step.gamma for step in soak_result.executed_steps}) >= 2
+    assert max(len(step.rows) for step in soak_result.executed_steps) >= 8
+    assert len(soak_result.record.sessions) >= 2
+    assert soak_result.verdict is not None
+    assert soak_result.verdict.decisions > 20
+    assert soak_result.probes > 0
+    assert {growth.name for growth in soak_result.growths} == {
         "server", "scheduler", "detokenizer", "agent", "sidecar", "redis",
     }  # fmt: skip
     document = json.loads((tmp_path / "result.json").read_text())

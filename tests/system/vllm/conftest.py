@@ -6,7 +6,7 @@ import pytest
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.vllm_engine.convert import convert_eagle3
-from lab.vllm_engine.environment import is_made
+from lab.vllm_engine.environment import has_environment
 from tests.support.engine import DRAFT, TARGET
 from tests.support.vllm_engine import MTP_TARGET, run_job
 
@@ -15,7 +15,7 @@ WHY_NOT = "VLLM IS NOT TESTED HERE: there is no .venv-vllm (make setup-vllm make
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips everything below this folder without the virtual environment."""
-    if not is_made():
+    if not has_environment():
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=WHY_NOT))
@@ -45,11 +45,11 @@ def decoded_plainly(
         for target in (TARGET, MTP_TARGET)
     ]
     requests = [{"prompt": prompt, "new_tokens": 64} for prompt in prompts]
-    found = run_job(tmp_path_factory.mktemp("plain"), engines, requests)
-    for answer in found.values():
+    results = run_job(tmp_path_factory.mktemp("plain"), engines, requests)
+    for answer in results.values():
         assert answer["scheduler"] == "Scheduler"
         assert not any("spec_decode" in name for name in answer["metrics"])
-    return {target: answer["tokens"] for target, answer in found.items()}
+    return {target: answer["tokens"] for target, answer in results.items()}
 
 
 @pytest.fixture(scope="session")

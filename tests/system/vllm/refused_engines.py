@@ -40,7 +40,7 @@ def main() -> None:
         changes = {"model": str(folder), "skip_tokenizer_init": True, "speculative_config": drafted}
         cases |= {folder.name: changes, f"{folder.name}, older": changes}
     installed = vllm_api.vllm_version
-    said: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     for name, changes in cases.items():
         arguments = {
             "model": target, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 16,
@@ -50,11 +50,11 @@ def main() -> None:
         try:
             config = EngineArgs(**arguments).create_engine_config()
         except Exception as error:  # noqa: BLE001  # what it is, the test looks at
-            said[name] = f"{type(error).__name__}: {error}"
+            outcomes[name] = f"{type(error).__name__}: {error}"
         else:
             schedule = config.speculative_config.num_speculative_tokens_per_batch_size
-            said[name] = json.dumps(schedule)
-    print("SAID", json.dumps(said))
+            outcomes[name] = json.dumps(schedule)
+    print("SAID", json.dumps(outcomes))
 
 
 if __name__ == "__main__":

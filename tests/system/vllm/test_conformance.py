@@ -34,8 +34,8 @@ def test_the_shim_keeps_the_contract(draft: Path, tmp_path: Path) -> None:
         subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as check,
         job(tmp_path / "engine", [engine], requests, variables),
     ):
-        said, _ = check.communicate(timeout=500)
-    assert check.returncode == 0, said
-    assert "the contract is kept" in said
-    assert "eagle3 at 0" in said
-    assert "a lease that runs out" in said
+        check_output, _ = check.communicate(timeout=500)
+    assert check.returncode == 0, check_output
+    assert "the contract is kept" in check_output
+    assert "eagle3 at 0" in check_output
+    assert "a lease that runs out" in check_output

@@ -45,8 +45,8 @@ def played(
         sidecar.script = lambda _: (CHOSEN, False)
         variables = sidecar.variables | {"SPECULATION_GAMMAS": ",".join(map(str, GAMMAS))}
         requests = [{"prompt": prompt, "new_tokens": NEW_TOKENS} for prompt in prompts]
-        found = run_job(folder, engines, requests, variables)
-        return found, sidecar.reports
+        results = run_job(folder, engines, requests, variables)
+        return results, sidecar.reports
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,7 +17,7 @@ from lab.harness.scripted_sidecar import scripted_sidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import Plan
 from tests.support.engine import TARGET
-from tests.support.reported_counts import counted
+from tests.support.reported_counts import count_reports
 from tests.support.vllm_engine import (
     MTP_TARGET,
     dflash,
@@ -68,8 +68,8 @@ class Played:
     reports: list[StepReport]
     plans: dict[int, Plan]
 
-    def total(self, of: Any) -> int:
-        return sum(map(of, self.reports))
+    def total(self, measure: Any) -> int:
+        return sum(map(measure, self.reports))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def all_played(
     prompts: list[list[int]], draft: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Played]]:
     folder = tmp_path_factory.mktemp("methods")
-    made = {
+    speculative_configs = {
         "eagle3": eagle3(draft), "mtp": mtp(), "dflash": dflash(), "draft_model": draft_model(),
         "ngram": ngram(),
     }  # fmt: skip
@@ -87,7 +87,7 @@ def all_played(
             "overlap": "overlapped" in name,
             "arguments": {
                 "model": target_of(name),
-                "speculative_config": made[name.split(",")[0]],
+                "speculative_config": speculative_configs[name.split(",")[0]],
                 "skip_tokenizer_init": False,  # for grammars
             },
         }
@@ -106,7 +106,7 @@ def all_played(
             came = sum(len(r.reports) for r in list(sidecar.requests) if r.session_id == session)
             return bool(came == answer["status"]["reports_sent"])
 
-        found = run_job(
+        results = run_job(
             folder,
             engines,
             requests,
@@ -119,7 +119,7 @@ def all_played(
             by_session.setdefault(request.session_id, []).extend(request.reports)
         assert len(sidecar.introductions) == len(METHODS)
         yield {
-            name: Played(spec, found[name], by_session[f"session-{place}"], sidecar.plans)
+            name: Played(spec, results[name], by_session[f"session-{place}"], sidecar.plans)
             for place, (name, spec) in enumerate(
                 zip(METHODS, sidecar.introductions, strict=True), start=1
             )
@@ -154,7 +154,7 @@ def test_reports_agree_with_vllms_own_counters(played: Played) -> None:
         name.removeprefix("vllm:spec_decode_num_"): value
         for name, value in played.answer["metrics"].items()
     }
-    ours = counted(played.reports)
+    ours = count_reports(played.reports)
     assert ours.accepted_tokens == metrics["accepted_tokens"]
     assert ours.drafted_tokens == metrics["draft_tokens"]
     # With async scheduling vLLM counts a draft of which a grammar has left nothing.
@@ -173,11 +173,13 @@ def test_reports_agree_with_vllms_own_counters(played: Played) -> None:
 
 def test_delivered_tokens_are_vllms_generation_tokens_but_for_first_ones(played: Played) -> None:
     answers = played.answer["tokens"]
-    ours = counted(played.reports)
-    assert ours.delivered == sum(len(tokens) - 1 for tokens in answers)
-    assert ours.delivered == played.answer["metrics"]["vllm:generation_tokens"] - len(answers)
+    ours = count_reports(played.reports)
+    assert ours.delivered_tokens == sum(len(tokens) - 1 for tokens in answers)
+    assert ours.delivered_tokens == played.answer["metrics"]["vllm:generation_tokens"] - len(
+        answers
+    )
     # What was verified behind the ends is counted as well.
-    assert 0 < ours.generated_tokens - ours.delivered <= max(GAMMAS) * len(answers)
+    assert 0 < ours.generated_tokens - ours.delivered_tokens <= max(GAMMAS) * len(answers)
 
 
 def test_a_request_that_must_not_be_drafted_for_is_a_group_without_drafts(

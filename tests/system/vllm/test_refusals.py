@@ -51,10 +51,10 @@ MAMBA_1: dict[str, object] = {
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    given: Mapping[str, str] = {"SPECULATION_SIDECAR": "unix:/nowhere", **variables}
+    all_variables: Mapping[str, str] = {"SPECULATION_SIDECAR": "unix:/nowhere", **variables}
     return subprocess.run(
         [str(PYTHON), *command],
-        env=environment(given),
+        env=environment(all_variables),
         capture_output=True,
         text=True,
         timeout=300,
@@ -74,27 +74,27 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(draft: Path, recurrent: Path) -> dict[str, str]:
+def outcomes(draft: Path, recurrent: Path) -> dict[str, str]:
     """What each configuration came to."""
     script = Path(__file__).with_name("refused_engines.py")
     folders = str(TARGET), str(draft), str(recurrent)
     done = run(str(script), *folders, OLDER, SPECULATION_GAMMAS=GAMMAS)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("SAID "))
-    found: dict[str, str] = json.loads(line.removeprefix("SAID "))
-    return found
+    outcome_by_case: dict[str, str] = json.loads(line.removeprefix("SAID "))
+    return outcome_by_case
 
 
 @pytest.mark.parametrize("case", REASONS)
 def test_an_engine_that_cannot_be_steered_is_refused_with_the_reason(
-    said: dict[str, str], case: str
+    outcomes: dict[str, str], case: str
 ) -> None:
-    assert REASONS[case] in said[case]
+    assert REASONS[case] in outcomes[case]
 
 
 @pytest.mark.parametrize("case", ["steered", "hybrid", "attention-free"])
-def test_another_one_has_every_length_prepared(said: dict[str, str], case: str) -> None:
-    assert json.loads(said[case]) == [[1, 13, 7], [14, 14, 3], [15, 15, 1], [16, 16, 0]]
+def test_another_one_has_every_length_prepared(outcomes: dict[str, str], case: str) -> None:
+    assert json.loads(outcomes[case]) == [[1, 13, 7], [14, 14, 3], [15, 15, 1], [16, 16, 0]]
 
 
 # vLLM logs an error of a plugin's import and goes on; this one's import cannot fail, and the rest

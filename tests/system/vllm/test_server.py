@@ -21,7 +21,7 @@ import pytest
 from controller.core.cost.profile import Profile
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.support.engine import EAGLE3, serving
+from tests.support.engine import EAGLE3, running_engine
 from tests.support.eventually import eventually
 from tests.support.request_kinds import SCHEMA
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
@@ -65,13 +65,13 @@ class Stand:
         """What the sidecar counts of the engine, by name and position."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
             text = answer.read().decode()
-        found = re.findall(
+        samples = re.findall(
             rf'^speculation_(\w+)_total\{{engine="{ENGINE}"(?:,position="(\d+)")?\}} ([\d.e+]+)$',
             text,
             re.MULTILINE,
         )
         # Delivered tokens are unknown before the first report.
-        return Counter({" ".join(filter(None, key)): int(float(value)) for *key, value in found})
+        return Counter({" ".join(filter(None, key)): int(float(value)) for *key, value in samples})
 
     @contextmanager
     def pinned(self, gamma: int) -> Iterator[None]:
@@ -98,14 +98,14 @@ class Stand:
             plan = self.engines()[ENGINE].plan
             return plan.epoch if override in plan.overrides else 0
 
-        epoch = eventually(planned, what=f"a plan with {override}")
+        epoch = eventually(planned, description=f"a plan with {override}")
 
         def obeyed() -> bool:
             self.server.generate([PINNED_PROMPT], 8)
             self.asked += 1
             return self.engines()[ENGINE].last_report.plan_epoch >= epoch
 
-        eventually(obeyed, what=f"a step under a plan with {override}")
+        eventually(obeyed, description=f"a step under a plan with {override}")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def stand(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         }
         with vllm_serving(folder, eagle3(draft), variables) as server:
             stand = Stand(folder, sidecar, server, port)
-            eventually(lambda: ENGINE in stand.engines(), what="it introduces itself")
+            eventually(lambda: ENGINE in stand.engines(), description="it introduces itself")
             yield stand
 
 
@@ -140,11 +140,11 @@ def test_it_introduces_itself_and_is_steered_exactly(
         return now.reports > now.unsteered_steps
 
     # The first plan may come when steps have run already.
-    eventually(is_steered, what="a step under a plan")
+    eventually(is_steered, description="a step under a plan")
     before = stand.engines()[ENGINE]
     answers = stand.server.generate(prompts, NEW_TOKENS)
     assert answers == [tokens[:NEW_TOKENS] for tokens in plain]
-    eventually(lambda: stand.reports() > before.reports + 8, what="the steps are reported")
+    eventually(lambda: stand.reports() > before.reports + 8, description="the steps are reported")
     status = stand.engines()[ENGINE]
     assert (status.rejected_reports, status.dropped_reports) == (0, 0)
     unsteered = status.unsteered_steps - before.unsteered_steps
@@ -161,7 +161,7 @@ def test_an_override_is_obeyed_as_vllms_own_counters_show(
         drafts, tokens = (after[name] - before[name] for name in ("drafts", "draft_tokens"))
         assert drafts > 0
         assert tokens == 3 * drafts
-        eventually(lambda: stand.reports() > reported, what="the steps are reported")
+        eventually(lambda: stand.reports() > reported, description="the steps are reported")
         assert "eagle3 3" in controller("engines", "--address", stand.address).stdout
     with stand.pinned(0):
         before = stand.server.counters()
@@ -217,9 +217,11 @@ def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
         return {name: now[name] - reported[name] for name in theirs}, theirs
 
     def settled(agree: Callable[[Counts, Counts], bool]) -> tuple[Counts, Counts]:
-        eventually(lambda: server.metrics()["num_requests_running"] == 0, what="nothing runs")
+        eventually(
+            lambda: server.metrics()["num_requests_running"] == 0, description="nothing runs"
+        )
         with suppress(AssertionError):
-            eventually(lambda: agree(*counted()), what="the last reports have arrived")
+            eventually(lambda: agree(*counted()), description="the last reports have arrived")
         return counted()
 
     def agree_on_drafts(ours: Counts, theirs: Counts) -> bool:
@@ -261,8 +263,8 @@ def test_its_steps_are_profiled(stand: Stand) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     profile = Profile.from_json(output.read_text())
     assert profile.fingerprint.engine == "vllm"
-    found = {(cell.gamma, cell.batch_size) for cell in profile.cells}
-    assert found == {(gamma, size) for gamma in GAMMAS for size in (1, 4)}
+    measured_cells = {(cell.gamma, cell.batch_size) for cell in profile.cells}
+    assert measured_cells == {(gamma, size) for gamma in GAMMAS for size in (1, 4)}
     assert stand.engines()[ENGINE].profile_id == profile.profile_id
 
 
@@ -270,8 +272,8 @@ def test_an_engine_of_sglang_beside_it_is_another_engine(
     stand: Stand, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     variables = {"SPECULATION_SIDECAR": stand.address, "SPECULATION_ENGINE_ID": "the-sglang"}
-    with serving(stand.folder / "sglang", EAGLE3, variables) as other:
-        eventually(lambda: "the-sglang" in stand.engines(), what="both are there")
+    with running_engine(stand.folder / "sglang", EAGLE3, variables) as other:
+        eventually(lambda: "the-sglang" in stand.engines(), description="both are there")
         before = {name: status.reports for name, status in stand.engines().items()}
         mine = stand.server.generate(prompts, NEW_TOKENS)
         theirs = other.generate(prompts, [NEW_TOKENS] * len(prompts))
@@ -281,25 +283,25 @@ def test_an_engine_of_sglang_beside_it_is_another_engine(
         def both_reported() -> bool:
             return all(s.reports > before[name] for name, s in stand.engines().items())
 
-        eventually(both_reported, what="both report")
-        found = stand.engines()
-    vllm, sglang = found[ENGINE].engine, found["the-sglang"].engine
+        eventually(both_reported, description="both report")
+        engine_statuses = stand.engines()
+    vllm, sglang = engine_statuses[ENGINE].engine, engine_statuses["the-sglang"].engine
     assert (vllm.fingerprint.engine, sglang.fingerprint.engine) == ("vllm", "sglang")
     assert vllm.fingerprint != sglang.fingerprint
     assert (vllm.capabilities.draft_lag, sglang.capabilities.draft_lag) == (1, 0)
     # The profile of one is not the other's, and no report of one was taken for the other's.
-    assert found[ENGINE].profile_id
-    assert not found["the-sglang"].profile_id
-    assert [status.rejected_reports for status in found.values()] == [0, 0]
+    assert engine_statuses[ENGINE].profile_id
+    assert not engine_statuses["the-sglang"].profile_id
+    assert [status.rejected_reports for status in engine_statuses.values()] == [0, 0]
 
 
 def test_the_doctor_finds_it_well(stand: Stand) -> None:
     done = controller("doctor", "--address", stand.address, "--engine-url", stand.server.url)
-    said = " ".join(done.stdout.split())
-    assert "answers (vLLM)" in said
-    assert "ok plugin" in said
+    doctor_text = " ".join(done.stdout.split())
+    assert "answers (vLLM)" in doctor_text
+    assert "ok plugin" in doctor_text
     # The title of the engine's process hides its environment, and not that it has an agent.
-    assert "has no agent" not in said
+    assert "has no agent" not in doctor_text
 
 
 def test_without_a_sidecar_it_goes_on_and_is_steered_again_later(
@@ -311,11 +313,11 @@ def test_without_a_sidecar_it_goes_on_and_is_steered_again_later(
         assert stand.server.generate(prompts, NEW_TOKENS) == wanted
     with sidecar_process(stand.folder, log=stand.folder / "sidecar.log") as again:
         assert again.address == stand.address
-        eventually(lambda: ENGINE in stand.engines(), what="it introduces itself again")
+        eventually(lambda: ENGINE in stand.engines(), description="it introduces itself again")
 
         def steered() -> bool:
             assert stand.server.generate(prompts[:2], 16) == [tokens[:16] for tokens in plain[:2]]
             status = stand.engines()[ENGINE]
             return status.steering and status.reports > status.unsteered_steps
 
-        eventually(steered, what="it is steered again")
+        eventually(steered, description="it is steered again")

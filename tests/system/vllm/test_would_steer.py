@@ -16,7 +16,9 @@ FLAGS = ("serve", str(TARGET), "--dtype", "float32", "--enforce-eager", "--max-m
 
 
 @pytest.fixture(scope="module")
-def said(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def cli_results(
+    draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
     """Exit code and output of each command line."""
     speculation = eagle3(draft)
 
@@ -47,26 +49,30 @@ def said(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     files = str(folder / "asked.json"), str(folder / "found.json")
     done = run(str(script), *files, SPECULATION_GAMMAS=GAMMAS, SPECULATION_SIDECAR="")
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, tuple[int, str]] = json.loads(folder.joinpath("found.json").read_text())
-    return found
+    result_by_case: dict[str, tuple[int, str]] = json.loads(
+        folder.joinpath("found.json").read_text()
+    )
+    return result_by_case
 
 
-def obstacles(said: dict[str, tuple[int, str]], case: str) -> dict[str, str]:
-    code, output = said[case]
-    found = json.loads(output)
-    assert code == (0 if found["would_be_steered"] else 1)
-    return {one["topic"]: one["obstacle"] for one in found["checks"] if one["obstacle"]}
+def obstacles(cli_results: dict[str, tuple[int, str]], case: str) -> dict[str, str]:
+    code, output = cli_results[case]
+    report = json.loads(output)
+    assert code == (0 if report["would_be_steered"] else 1)
+    return {one["topic"]: one["obstacle"] for one in report["checks"] if one["obstacle"]}
 
 
-def test_an_engine_that_would_be_steered(said: dict[str, tuple[int, str]]) -> None:
-    assert obstacles(said, "steered") == {}
-    found = json.loads(said["steered"][1])
-    assert [(one["name"], one["gammas"]) for one in found["drafters"]] == [("eagle3", [0, 1, 3, 7])]
-    assert found["facts"]["largest batch"] == "16"
-    assert found["facts"]["model runner"] == "1"
-    drafts = found["facts"]["drafts in a step"]
+def test_an_engine_that_would_be_steered(cli_results: dict[str, tuple[int, str]]) -> None:
+    assert obstacles(cli_results, "steered") == {}
+    report = json.loads(cli_results["steered"][1])
+    assert [(one["name"], one["gammas"]) for one in report["drafters"]] == [
+        ("eagle3", [0, 1, 3, 7])
+    ]
+    assert report["facts"]["largest batch"] == "16"
+    assert report["facts"]["model runner"] == "1"
+    drafts = report["facts"]["drafts in a step"]
     assert drafts == "as many as asked for; at a draft length of 0, the first pass"
-    assert found["variables"]["SPECULATION_GAMMAS"] == GAMMAS
+    assert report["variables"]["SPECULATION_GAMMAS"] == GAMMAS
 
 
 # test_refusals.py has the same of vLLM's own start.
@@ -88,15 +94,17 @@ def test_an_engine_that_would_be_steered(said: dict[str, tuple[int, str]]) -> No
     ],
 )
 def test_every_obstacle_is_named(
-    said: dict[str, tuple[int, str]], case: str, expected: dict[str, str]
+    cli_results: dict[str, tuple[int, str]], case: str, expected: dict[str, str]
 ) -> None:
-    found = obstacles(said, case)
-    assert found.keys() == expected.keys()
+    obstacles_by_topic = obstacles(cli_results, case)
+    assert obstacles_by_topic.keys() == expected.keys()
     for topic, start in expected.items():
-        assert found[topic].startswith(start)
+        assert obstacles_by_topic[topic].startswith(start)
 
 
 @pytest.mark.parametrize("case", ["misspelt", "no model"])
-def test_flags_that_vllm_refuses_are_bad_input(said: dict[str, tuple[int, str]], case: str) -> None:
-    code, output = said[case]
+def test_flags_that_vllm_refuses_are_bad_input(
+    cli_results: dict[str, tuple[int, str]], case: str
+) -> None:
+    code, output = cli_results[case]
     assert (code, output) == (2, "")

@@ -41,8 +41,8 @@ def main() -> None:
 
     assert arg_utils
     assert cli_args
-    found = {name: ran(name, words) for name, words in json.loads(asked.read_text()).items()}
-    answers.write_text(json.dumps(found))
+    results = {name: ran(name, words) for name, words in json.loads(asked.read_text()).items()}
+    answers.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

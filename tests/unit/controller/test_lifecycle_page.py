@@ -6,7 +6,7 @@ from pathlib import Path
 
 from controller.service.views.readiness import SERVICES, STORE
 from controller.settings.settings import GROUPS, RELOADED, Settings
-from controller.settings.sources import variable
+from controller.settings.sources import variable_name
 from tests.support.setting_texts import setting_texts
 
 PAGE = (Path(__file__).parents[3] / "docs" / "lifecycle.md").read_text(encoding="utf-8")
@@ -26,15 +26,17 @@ def rows() -> Iterator[str]:
         if name not in GROUPS:
             when = "SIGHUP" if name in RELOADED else "restart"
             yield (
-                f"| `{name}` | `{variable(name)}` | {shown(field.default)} | {when} | "
+                f"| `{name}` | `{variable_name(name)}` | {shown(field.default)} | {when} | "
                 f"{texts[name]} |"
             )
 
 
 def test_the_page_has_every_setting_as_it_is():
     wanted = list(rows())
-    found = [line for line in PAGE.splitlines() if line.startswith("| `") and "CONTROLLER_" in line]
-    assert found == wanted, "it should be\n" + "\n".join(wanted)
+    setting_lines = [
+        line for line in PAGE.splitlines() if line.startswith("| `") and "CONTROLLER_" in line
+    ]
+    assert setting_lines == wanted, "it should be\n" + "\n".join(wanted)
 
 
 def test_the_page_has_every_constant_with_its_default():

@@ -13,5 +13,5 @@ def parsed(command: list[str]) -> dict[str, Any]:
     group: Any = typer.main.get_command(app)
     with group.make_context("controller", command[1:], resilient_parsing=True) as context:
         name, subcommand, rest = group.resolve_command(context, command[1:])
-    found: dict[str, Any] = subcommand.make_context(name, rest).params
-    return found
+    parameters: dict[str, Any] = subcommand.make_context(name, rest).params
+    return parameters

@@ -18,10 +18,10 @@ Manifest = dict[str, Any]
 
 def program(name: str) -> str:
     """Returns the path of kubectl or helm; a test that needs one fails without it."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    assert found is not None, f"{name} is missing: `make setup` installs it"
-    return found
+    sibling_path = Path(sys.executable).parent / name
+    program_path = str(sibling_path) if sibling_path.exists() else shutil.which(name)
+    assert program_path is not None, f"{name} is missing: `make setup` installs it"
+    return program_path
 
 
 def kustomize(folder: Path) -> tuple[Manifest, ...]:
@@ -45,8 +45,8 @@ def objects(overlay: str, kind: str) -> list[Manifest]:
 
 
 def one(overlay: str, kind: str) -> Manifest:
-    (found,) = objects(overlay, kind)
-    return found
+    (manifest,) = objects(overlay, kind)
+    return manifest
 
 
 def pod(overlay: str) -> Manifest:
@@ -58,7 +58,9 @@ def pod(overlay: str) -> Manifest:
 def containers(overlay: str) -> dict[str, Manifest]:
     """By name; the native sidecar among them."""
     spec = pod(overlay)
-    return {found["name"]: found for found in (*spec["initContainers"], *spec["containers"])}
+    return {
+        container["name"]: container for container in (*spec["initContainers"], *spec["containers"])
+    }
 
 
 def variables(container: Manifest) -> dict[str, str]:

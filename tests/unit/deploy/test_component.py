@@ -58,23 +58,23 @@ def template(workload: Manifest) -> Manifest:
     """The pod template that the engine's server runs from."""
     spec = workload["spec"]
     if workload["kind"] == "LeaderWorkerSet":
-        found: Manifest = spec["leaderWorkerTemplate"]["leaderTemplate"]
-        return found
+        leader_template: Manifest = spec["leaderWorkerTemplate"]["leaderTemplate"]
+        return leader_template
     return dict(spec["template"])
 
 
 def by_name(items: list[Manifest]) -> dict[str, Manifest]:
-    found = {item["name"]: item for item in items}
-    assert len(found) == len(items)
-    return found
+    items_by_name = {item["name"]: item for item in items}
+    assert len(items_by_name) == len(items)
+    return items_by_name
 
 
 def without_component(workload: Manifest) -> Manifest:
     """Takes away what the component is known to add."""
     rest = copy.deepcopy(workload)
-    found = template(rest)
-    del found["metadata"]["labels"]["speculation-controller/sidecar"]
-    pod = found["spec"]
+    pod_template = template(rest)
+    del pod_template["metadata"]["labels"]["speculation-controller/sidecar"]
+    pod = pod_template["spec"]
     pod["initContainers"] = [
         item for item in pod["initContainers"] if item["name"] not in {"controller", "profile"}
     ]
@@ -109,9 +109,9 @@ def test_kubernetes_knows_every_field(kind: str, version: str):
             kubernetes_validate.validate(manifest, version, strict=True)
             continue
         # Its own schema is in no package; its pod templates are Kubernetes'.
-        for found in manifest["spec"]["leaderWorkerTemplate"].values():
-            if isinstance(found, dict):
-                pod = {"apiVersion": "v1", "kind": "Pod", **found}
+        for pod_template in manifest["spec"]["leaderWorkerTemplate"].values():
+            if isinstance(pod_template, dict):
+                pod = {"apiVersion": "v1", "kind": "Pod", **pod_template}
                 kubernetes_validate.validate(pod, version, strict=True)
 
 
@@ -205,9 +205,9 @@ def test_names_and_images_of_the_owner_reach_what_was_added(kind: str):
         for volume in pod["volumes"]
         if volume["name"] in VOLUMES and "configMap" in volume
     }
-    made = {item["metadata"]["name"] for item in after if item["kind"] == "ConfigMap"}
-    assert asked == made
-    assert len(made) == 2
+    config_map_names = {item["metadata"]["name"] for item in after if item["kind"] == "ConfigMap"}
+    assert asked == config_map_names
+    assert len(config_map_names) == 2
 
 
 def test_an_image_can_be_set_in_a_running_pod():
@@ -278,8 +278,8 @@ def test_an_engine_that_is_not_the_first_container_can_be_named():
     by_component = by_name(template(ordered("deployment")[0])["spec"]["containers"])
     assert after_patch["access-log"] == by_component["access-log"]
     for field in ("env", "volumeMounts"):
-        found, wanted = (items["engine"][field] for items in (after_patch, by_component))
-        assert by_name(found) == by_name(wanted)
+        patched_items, wanted = (items["engine"][field] for items in (after_patch, by_component))
+        assert by_name(patched_items) == by_name(wanted)
 
 
 def page_snippet(name: str) -> str:
@@ -324,10 +324,10 @@ def test_the_kustomization_of_the_page_works():
 
 def test_a_version_of_kustomize_without_replacements_is_not_enough():
     """The oldest kubectl that the page names has them; the one here is newer."""
-    said = subprocess.run(
+    kubectl_version = subprocess.run(
         [program("kubectl"), "version", "--client"], capture_output=True, text=True, check=True
     ).stdout
-    assert "Kustomize Version: v5" in said
+    assert "Kustomize Version: v5" in kubectl_version
 
 
 def test_vllm_gets_what_sglang_gets():

@@ -39,16 +39,16 @@ def test_the_linter_finds_no_fault(path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_base_is_pinned_and_the_user_is_the_one_of_the_pod(path: Path):
-    found = instructions(path)
+    instruction_list = instructions(path)
     spec = containers("single")
     user = pod("single")["securityContext"]["runAsUser"]
     if path.name != "sidecar.Dockerfile":
         user = spec["sglang"]["securityContext"]["runAsUser"]
-    assert [value for name, value in found if name == "USER"] == [f"{user}:{user}"]
-    bases = [value for name, value in found if name == "FROM"]
+    assert [value for name, value in instruction_list if name == "USER"] == [f"{user}:{user}"]
+    bases = [value for name, value in instruction_list if name == "FROM"]
     for base in bases:
         assert base.startswith(("python:3.11.13-slim", "${SGLANG_IMAGE}"))
-    arguments = [value for name, value in found if name == "ARG"]
+    arguments = [value for name, value in instruction_list if name == "ARG"]
     if path.name == "sglang.Dockerfile":
         assert arguments == [f"SGLANG_IMAGE=lmsysorg/sglang:v{TESTED[-1]}"]
 
@@ -65,7 +65,7 @@ def test_the_context_holds_what_the_wheel_is_made_from():
 
 
 def test_the_sidecar_serves_where_the_shim_looks_for_it():
-    found = dict(instructions(DOCKER / "sidecar.Dockerfile"))
-    assert found["ENTRYPOINT"] == '["controller"]'
-    assert found["CMD"] == '["serve"]'
+    values_by_instruction = dict(instructions(DOCKER / "sidecar.Dockerfile"))
+    assert values_by_instruction["ENTRYPOINT"] == '["controller"]'
+    assert values_by_instruction["CMD"] == '["serve"]'
     assert DEFAULT_ADDRESS == "unix:/run/speculation/controller.sock"

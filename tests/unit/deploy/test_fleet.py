@@ -107,21 +107,23 @@ def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
 
 def test_the_commands_of_the_page_make_the_secrets_that_are_asked_for():
     page = (ROOT / "docs" / "deploy.md").read_text()
-    made: set[tuple[str, str]] = set()
+    secret_keys: set[tuple[str, str]] = set()
     for line in re.findall(r"^kubectl create secret .*", page, re.MULTILINE):
         _, _, _, kind, name, *options = shlex.split(line)
-        given = dict(option.split("=", 1) for option in options)
+        option_values = dict(option.split("=", 1) for option in options)
         if kind == "tls":
-            assert given.keys() == {"--cert", "--key"}
-            made |= {(name, "tls.crt"), (name, "tls.key")}
+            assert option_values.keys() == {"--cert", "--key"}
+            secret_keys |= {(name, "tls.crt"), (name, "tls.key")}
         # --from-literal=KEY=VALUE, --from-file=KEY=FILE
-        made |= {(name, value.partition("=")[0]) for key, value in given.items() if "from" in key}
+        secret_keys |= {
+            (name, value.partition("=")[0]) for key, value in option_values.items() if "from" in key
+        }
     (source,) = [
         item["valueFrom"]["secretKeyRef"]
         for item in containers("fleet")["controller"]["env"]
         if "valueFrom" in item
     ]
-    assert made == {*projected().values(), (source["name"], source["key"])}
+    assert secret_keys == {*projected().values(), (source["name"], source["key"])}
 
 
 def test_prometheus_finds_the_metrics_under_the_name_that_the_rules_use():

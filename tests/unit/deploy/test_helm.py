@@ -58,15 +58,15 @@ def of_kind(way: str, kind: str) -> list[Manifest]:
 
 def pod_of(way: str) -> Manifest:
     (deployment,) = of_kind(way, "Deployment")
-    found: Manifest = deployment["spec"]["template"]["spec"]
-    return found
+    pod_spec: Manifest = deployment["spec"]["template"]["spec"]
+    return pod_spec
 
 
 def settings_map(way: str) -> dict[str, str]:
-    (found,) = (
+    (config_map,) = (
         m for m in of_kind(way, "ConfigMap") if not m["metadata"]["name"].endswith("-policy")
     )
-    data: dict[str, str] = found["data"]
+    data: dict[str, str] = config_map["data"]
     return data
 
 
@@ -87,9 +87,9 @@ def test_kubernetes_knows_every_field(way: str, version: str):
 
 def test_the_pod_is_the_one_of_the_manifests():
     ours, theirs = pod_of("default"), pod("fleet")
-    for name, found in by_name(ours["initContainers"]).items():
+    for name, container in by_name(ours["initContainers"]).items():
         wanted = dict(containers("single")[name]) | {"imagePullPolicy": "IfNotPresent"}
-        assert found == wanted
+        assert container == wanted
     # Names of ConfigMaps are the release's.
     volumes = by_name(ours["volumes"])
     assert VOLUMES | {"models", "cache", "memory"} == volumes.keys()
@@ -123,17 +123,17 @@ def test_what_is_named_exists(way: str):
             for mount in container["volumeMounts"]
         }
         assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
-        for kind, at in (
+        for kind, selector_path in (
             ("Service", ("selector",)),
             ("PodDisruptionBudget", ("selector", "matchLabels")),
             ("NetworkPolicy", ("podSelector", "matchLabels")),
             ("PodMonitor", ("selector", "matchLabels")),
         ):
             for manifest in of_kind(way, kind):
-                found = manifest["spec"]
-                for key in at:
-                    found = found[key]
-                assert found.items() <= labels
+                selector = manifest["spec"]
+                for key in selector_path:
+                    selector = selector[key]
+                assert selector.items() <= labels
 
 
 @each_way
@@ -214,7 +214,7 @@ def test_what_the_operator_of_prometheus_gets_is_the_same():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"imag": {}}, "imag"),
         ({"engine": {"kind": "trt"}}, "kind"),
@@ -228,21 +228,21 @@ def test_what_the_operator_of_prometheus_gets_is_the_same():
         ({"resources": {"limits": {"memory": None}}}, "memory"),
     ],
 )
-def test_values_that_the_chart_does_not_know_are_refused(values: Any, said: str):
+def test_values_that_the_chart_does_not_know_are_refused(values: Any, message: str):
     done = helm("template", "prod", CHART, values=values)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_the_schema_knows_every_value_and_no_other():
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
 
-    def same(values: Any, of: Any, place: str) -> None:
-        if "properties" in of and of.get("additionalProperties") is False:
-            assert values.keys() == of["properties"].keys() - {"global"}, place
+    def same(values: Any, subschema: Any, place: str) -> None:
+        if "properties" in subschema and subschema.get("additionalProperties") is False:
+            assert values.keys() == subschema["properties"].keys() - {"global"}, place
             for key, value in values.items():
-                same(value, of["properties"][key], f"{place}.{key}")
+                same(value, subschema["properties"][key], f"{place}.{key}")
 
     same(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "values")
 
@@ -272,16 +272,18 @@ def test_a_chart_of_ones_own_includes_the_parts(tmp_path: Path):
     mine_only["image"] = {"repository": "registry.example/s"}
     done = helm("template", "prod", mine, values=values)
     assert done.returncode == 0, done.stderr
-    found = [item for item in yaml.safe_load_all(done.stdout) if item]
-    (workload,) = (item for item in found if item["kind"] == "StatefulSet")
+    manifests = [item for item in yaml.safe_load_all(done.stdout) if item]
+    (workload,) = (item for item in manifests if item["kind"] == "StatefulSet")
     for version in VERSIONS:
         kubernetes_validate.validate(workload, version, strict=True)
     spec = workload["spec"]["template"]["spec"]
-    made = by_name(spec["initContainers"])
-    assert made["controller"]["image"] == f"registry.example/s:{controller.__version__}"
-    assert by_name(made["profile"]["env"])["ENGINE_URL"]["value"] == "http://localhost:8000"
+    init_containers = by_name(spec["initContainers"])
+    assert init_containers["controller"]["image"] == f"registry.example/s:{controller.__version__}"
+    assert (
+        by_name(init_containers["profile"]["env"])["ENGINE_URL"]["value"] == "http://localhost:8000"
+    )
     assert by_name(spec["volumes"]).keys() == VOLUMES
-    names = {item["metadata"]["name"] for item in found if item["kind"] == "ConfigMap"}
+    names = {item["metadata"]["name"] for item in manifests if item["kind"] == "ConfigMap"}
     wanted = {v["configMap"]["name"] for v in spec["volumes"] if "configMap" in v}
     assert names == wanted == {"prod-speculation", "prod-speculation-policy"}
 

@@ -216,8 +216,8 @@ def test_there_is_time_to_stop_and_to_come_back(
 
 
 def test_requests_and_limits_are_given(overlay: str):
-    for found in containers(overlay).values():
-        resources = found["resources"]
+    for container in containers(overlay).values():
+        resources = container["resources"]
         assert {"cpu", "memory"} <= resources["requests"].keys()
         assert "memory" in resources["limits"]
         assert "cpu" not in resources["limits"]  # throttled, it would be late with plans
@@ -230,11 +230,11 @@ def test_images_are_pinned_to_the_versions_of_this_tree(overlay: str):
     wanted["profile"] = wanted["controller"]
     kind = "speculation-demo:" if overlay == "demo" else f"sglang-speculation:{TESTED[-1]}-"
     wanted["sglang"] = f"{kind}{controller.__version__}"
-    assert {name: found["image"] for name, found in containers(overlay).items()} == wanted
+    assert {name: container["image"] for name, container in containers(overlay).items()} == wanted
 
 
 def test_volumes_are_mounted_and_mounts_have_volumes(overlay: str):
-    mounted = {name for found in containers(overlay).values() for name in mounts(found)}
+    mounted = {name for container in containers(overlay).values() for name in mounts(container)}
     assert mounted == {volume["name"] for volume in pod(overlay)["volumes"]}
 
 

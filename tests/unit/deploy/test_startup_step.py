@@ -66,7 +66,7 @@ class Step:
         return (self._folder / "step.log").read_text()
 
     def wait_until_settled(self) -> None:
-        eventually(self.settled.exists, within=PATIENCE_SECONDS, what="settled")
+        eventually(self.settled.exists, timeout_seconds=PATIENCE_SECONDS, description="settled")
 
 
 def ended(process: "subprocess.Popen[bytes]") -> int:
@@ -87,7 +87,7 @@ def test_it_measures_once_and_rests_and_a_restart_of_it_measures_nothing(tmp_pat
             assert Profile.from_json(profile.read_text()).cells
             assert process.poll() is None
             assert ended(process) == 0
-        steps = len(engine.ran)
+        steps = len(engine.executed_steps)
         with step.running() as process:
             assert process.poll() is None
             assert ended(process) in {0, -signal.SIGTERM}  # or before it had set its trap
@@ -98,7 +98,7 @@ def test_it_measures_once_and_rests_and_a_restart_of_it_measures_nothing(tmp_pat
         with step.running() as process:
             step.wait_until_settled()
             assert "the profile store has this engine's profile" in step.log
-        assert len(engine.ran) == steps
+        assert len(engine.executed_steps) == steps
 
 
 def test_an_engine_that_cannot_be_measured_is_not_held_up(tmp_path: Path):
@@ -112,7 +112,7 @@ def test_an_engine_that_cannot_be_measured_is_not_held_up(tmp_path: Path):
 def test_it_stops_at_once_while_it_waits(tmp_path: Path):
     step = Step(tmp_path, "http://127.0.0.1:1")
     with step.running() as process:
-        eventually(lambda: "waiting for the sidecar" in step.log, within=PATIENCE_SECONDS)
+        eventually(lambda: "waiting for the sidecar" in step.log, timeout_seconds=PATIENCE_SECONDS)
         assert ended(process) == 0
         assert not step.settled.exists()
 

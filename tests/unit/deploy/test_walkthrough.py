@@ -38,14 +38,14 @@ def test_the_walk_through_by_hand_works(tmp_path: Path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as shell:  # fmt: skip
         try:
-            eventually((tmp_path / "controller.sock").exists, within=PATIENCE_SECONDS)
+            eventually((tmp_path / "controller.sock").exists, timeout_seconds=PATIENCE_SECONDS)
             with engine:
-                said, _ = shell.communicate(timeout=2 * PATIENCE_SECONDS)
+                output, _ = shell.communicate(timeout=2 * PATIENCE_SECONDS)
         finally:
             shell.kill()
-    assert shell.returncode == 0, said  # of `wait`: the sidecar's own
-    assert "in use by clockwork" in said
-    assert "ok   socket" in said
+    assert shell.returncode == 0, output  # of `wait`: the sidecar's own
+    assert "in use by clockwork" in output
+    assert "ok   socket" in output
     assert list((tmp_path / "profiles.kept").glob("*.json"))
     log = (tmp_path / "sidecar.log").read_text().splitlines()
     assert "stopped" in {json.loads(line)["event"] for line in log}

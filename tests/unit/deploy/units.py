@@ -16,7 +16,7 @@ Unit = dict[tuple[str, str], list[str]]
 def read_unit(path: Path) -> Unit:
     """By (section, key); a key may stand several times."""
     text = re.sub(r"\\\n\s*", "", path.read_text())
-    found: Unit = defaultdict(list)
+    unit: Unit = defaultdict(list)
     section = ""
     for line in text.splitlines():
         if line.startswith("["):
@@ -24,8 +24,8 @@ def read_unit(path: Path) -> Unit:
         elif line and not line.startswith("#"):
             key, equals, value = line.partition("=")
             assert equals, line
-            found[section, key].append(value)
-    return found
+            unit[section, key].append(value)
+    return unit
 
 
 def environment(unit: Unit) -> dict[str, str]:

@@ -32,6 +32,6 @@ def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: py
             engine.run(60)
             return client.overview()[0].link == "steered"
 
-        eventually(is_steered, what="the page's engine reports, and is steered")
+        eventually(is_steered, description="the page's engine reports, and is steered")
         doctest.DocTestRunner().run(test, out=complaints.append)
     assert not complaints, "".join(complaints)

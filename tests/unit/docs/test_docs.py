@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from controller.cli import app
 from controller.core.settings import PlannerSettings
-from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
+from controller.settings.settings import CLIENT_VARIABLES, Settings, setting_variables
 from controller.wire.override_text import PRECEDENCE
-from engine_shim.preflight.__main__ import parser as would_steer_parser
+from engine_shim.preflight.__main__ import build_parser as would_steer_parser
 from engine_shim.sglang.api.settings import PluginSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def test_the_precedence_of_overrides_is_the_sentence_that_every_listing_shows():
 
 def commands(word: str) -> list[tuple[str, list[str]]]:
     """(page, words) of every command that starts with the word, variables before it left out."""
-    found = []
+    command_lines = []
     for page, text in TEXTS.items():
         lines = [line for block in blocks(text) for line in block]
         for line in [*lines, *inline(text)]:
@@ -64,8 +64,8 @@ def commands(word: str) -> list[tuple[str, list[str]]]:
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 words.pop(0)
             if words[:1] == [word]:
-                found.append((page, words[1:]))
-    return found
+                command_lines.append((page, words[1:]))
+    return command_lines
 
 
 def is_taken(words: list[str]) -> bool:
@@ -83,9 +83,9 @@ def test_every_command_line_is_one_that_is_taken(page: str, words: list[str]) ->
     # `…` stands for more, `a | b` for either.
     words = [word for word in words if word not in {"…", "..."}]
     if "|" in words:
-        at = words.index("|") - 1
-        for last in (word for word in words[at:] if word != "|"):
-            assert is_taken([*words[:at], last]), last
+        argument_index = words.index("|") - 1
+        for last in (word for word in words[argument_index:] if word != "|"):
+            assert is_taken([*words[:argument_index], last]), last
     else:
         assert is_taken(words)
 
@@ -98,13 +98,13 @@ def test_others_are_not(line: str) -> None:
 
 
 def test_flags_of_an_engine_are_asked_about_as_the_command_takes_them() -> None:
-    found = commands("speculation-would-steer")
-    assert found
-    for _, words in found:
-        at = words.index("--") if "--" in words else len(words)
-        would_steer_parser().parse_args(words[:at])
+    would_steer_commands = commands("speculation-would-steer")
+    assert would_steer_commands
+    for _, words in would_steer_commands:
+        separator_index = words.index("--") if "--" in words else len(words)
+        would_steer_parser().parse_args(words[:separator_index])
         # Also beside --url, which names no model.
-        assert words[at + 1 :]
+        assert words[separator_index + 1 :]
 
 
 def test_make_targets_are_there() -> None:
@@ -137,20 +137,20 @@ def test_paths_are_there() -> None:
 
 def test_sections_that_are_named_in_words_exist() -> None:
     """As in: README, "Two commands", and [overrides](overrides.md), "Who may"."""
-    found = 0
+    section_count = 0
     for page in PAGES:
         for name, section in re.findall(r'(README|\(\w+\.md\)),\s+"([^"]+)"', page.read_text()):
-            found += 1
+            section_count += 1
             other = ROOT / "README.md" if name == "README" else page.parent / name.strip("()")
             titles = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.MULTILINE)
             titles += re.findall(r"\*\*([^*]+?)\.?\*\*", other.read_text())
             assert section in titles, f"{page.name}: {other.name} has no section {section!r}"
-    assert found
+    assert section_count
 
 
 def test_settings_that_are_named_exist() -> None:
     plugin = {f"SPECULATION_{name}".upper() for name in PluginSettings.model_fields}
-    known = variables() | CLIENT_VARIABLES | plugin | OTHER_VARIABLES
+    known = setting_variables() | CLIENT_VARIABLES | plugin | OTHER_VARIABLES
     constants = {field.name for field in dataclasses.fields(PlannerSettings)}
     for page, text in TEXTS.items():
         for name in re.findall(r"\b(?:CONTROLLER|SPECULATION)_[A-Z0-9_]*[A-Z0-9]\b", text):

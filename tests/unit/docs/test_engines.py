@@ -31,7 +31,7 @@ def test_the_tested_versions_of_sglang_are_those_of_the_plugin() -> None:
 def test_the_versions_of_vllm_are_those_of_the_plugin() -> None:
     tested, warned, _ = versions_of("vLLM")
     assert tested == tuple(sorted(vllm_api.TESTED))
-    assert warned == tuple(sorted(version.removesuffix(".0") for version in vllm_api.READ))
+    assert warned == tuple(sorted(version.removesuffix(".0") for version in vllm_api.COMPATIBLE))
 
 
 @pytest.mark.parametrize(

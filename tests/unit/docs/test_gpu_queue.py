@@ -20,7 +20,9 @@ ENDING = 30
 
 
 def blocks(kind: str) -> dict[int, str]:
-    return {int(number): text for found, number, text in BLOCK.findall(PAGE) if found == kind}
+    return {
+        int(number): text for block_kind, number, text in BLOCK.findall(PAGE) if block_kind == kind
+    }
 
 
 RUNS = blocks("run")
@@ -57,8 +59,8 @@ def test_the_page_explains_every_part_and_names_no_other():
     assert explained == list(PARTS)
     named = re.findall(r"--parts ([\w,]+)", PAGE)
     assert named
-    for given in named:
-        assert parse_parts(given)
+    for parts_text in named:
+        assert parse_parts(parts_text)
 
 
 @pytest.mark.parametrize("number", RUNS)

@@ -14,8 +14,8 @@ ENGINE = "pod-7:30000"
 def lines() -> list[list[str]]:
     text = README.read_text(encoding="utf-8")
     block = text.split("## During an incident", 1)[1].split("```", 2)[1]
-    found = [shlex.split(line, comments=True) for line in block.splitlines()]
-    return [words[1:] for words in found if words]
+    split_lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    return [words[1:] for words in split_lines if words]
 
 
 def test_they_do_what_they_say(tmp_path: Path) -> None:

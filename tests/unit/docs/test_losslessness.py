@@ -31,10 +31,10 @@ def names_of_tests(file: str) -> set[str]:
 @pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row[0][:40])
 def test_what_is_claimed_has_tests_that_are_there(row: list[str]) -> None:
     _, tests, ways = row
-    found = TEST.findall(tests)
-    assert found
-    assert len(found) == tests.count("`") / 2
-    for file, name, _ in found:
+    test_references = TEST.findall(tests)
+    assert test_references
+    assert len(test_references) == tests.count("`") / 2
+    for file, name, _ in test_references:
         assert name in names_of_tests(file), name
     assert ways
     assert set(ways.split(", ")) <= set(MODES)

@@ -14,8 +14,8 @@ def tables() -> Iterator[tuple[str, str, list[str]]]:
     """(heading and number of the table, text since the heading, lines) of every table."""
     for section in re.split(r"^(?=##)", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE):
         heading, _, body = section.partition("\n")
-        found = re.finditer(r"(?:^\|.*\n)+", body, re.MULTILINE)
-        for number, table in enumerate(found, 1):
+        table_matches = re.finditer(r"(?:^\|.*\n)+", body, re.MULTILINE)
+        for number, table in enumerate(table_matches, 1):
             lines = table[0].splitlines()
             yield f"{heading} {number}", " ".join(body[: table.start()].split()), lines
 

@@ -13,10 +13,10 @@ INSIDE = {
 
 
 def packages() -> list[Path]:
-    found = {ROOT / "tests", ROOT / "controller" / "page"}
+    folders = {ROOT / "tests", ROOT / "controller" / "page"}
     for top in ("controller", "simulator", "engine_shim", "trainer", "lab"):
-        found |= {path.parent for path in (ROOT / top).rglob("__init__.py")}
-    return sorted(path for path in found if not any(inside in str(path) for inside in INSIDE))
+        folders |= {path.parent for path in (ROOT / top).rglob("__init__.py")}
+    return sorted(path for path in folders if not any(inside in str(path) for inside in INSIDE))
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda path: str(path.relative_to(ROOT)))

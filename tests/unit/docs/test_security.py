@@ -34,11 +34,11 @@ def test_a_promise_has_a_mechanism_and_tests_that_exist(row: list[str]) -> None:
     promise, mechanism, tests = row
     assert promise.endswith(".")
     assert mechanism.endswith(".")
-    found = TEST.findall(tests)
-    assert found
+    test_references = TEST.findall(tests)
+    assert test_references
     # Nothing else stands between backticks there.
-    assert len(found) == tests.count("`") / 2
-    for file, name in found:
+    assert len(test_references) == tests.count("`") / 2
+    for file, name in test_references:
         assert name in names_of_tests(file), f"{file}::{name}"
 
 

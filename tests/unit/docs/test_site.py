@@ -75,7 +75,7 @@ def test_the_navigation_is_the_list_of_the_documents(project: Path):
 
 
 @pytest.mark.parametrize(
-    ("link", "said"),
+    ("link", "message"),
     [
         ("[x](other.md)", None),
         ("[x](nowhere.md)", "nowhere.md"),
@@ -88,16 +88,16 @@ def test_the_navigation_is_the_list_of_the_documents(project: Path):
     ],
 )
 def test_a_dead_link_or_anchor_ends_the_build(
-    project: Path, caplog: pytest.LogCaptureFixture, link: str, said: str | None
+    project: Path, caplog: pytest.LogCaptureFixture, link: str, message: str | None
 ):
     with (project / "docs" / "guide.md").open("a") as page:
         page.write(f"\n{link}\n")
-    if said is None:
+    if message is None:
         built(project)
         return
     with caplog.at_level(logging.WARNING), pytest.raises(Abort):
         built(project)
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 def test_make_fails_where_the_build_does(project: Path):

@@ -32,28 +32,30 @@ def run(words: list[str], folder: Path) -> str:
 
 
 def rows() -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = ROW.findall(TEXT)
-    assert len(found) == 4
-    return found
+    table_rows: list[tuple[str, ...]] = ROW.findall(TEXT)
+    assert len(table_rows) == 4
+    return table_rows
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_the_table_is_what_the_second_command_prints(row: tuple[str, ...], tmp_path: Path) -> None:
     acceptance, lengths, against_off, moving = row
     words = simulations()[0]
-    at = words.index("--acceptance") + 1
-    assert words[at].startswith("eagle=geometric:0.")
-    words[at] = f"eagle=geometric:{acceptance}"
+    acceptance_index = words.index("--acceptance") + 1
+    assert words[acceptance_index].startswith("eagle=geometric:0.")
+    words[acceptance_index] = f"eagle=geometric:{acceptance}"
     run(words, tmp_path)
     report = json.loads((tmp_path / "worth.json").read_text())
-    found = {scenario["name"]: scenario for scenario in report["scenarios"]}
+    scenarios_by_name = {scenario["name"]: scenario for scenario in report["scenarios"]}
 
     def ours(name: str) -> dict[str, Any]:
-        (policy,) = (one for one in found[name]["policies"] if one["name"] == "controller")
+        (policy,) = (
+            one for one in scenarios_by_name[name]["policies"] if one["name"] == "controller"
+        )
         assert isinstance(policy, dict)
         return policy
 
-    best = [found[name]["best_static"].removeprefix("static-") for name in SCENARIOS]
+    best = [scenarios_by_name[name]["best_static"].removeprefix("static-") for name in SCENARIOS]
     assert ", ".join(best) == lengths
     ratios = [ours(name)["ratio_to_off"] for name in SCENARIOS]
     assert ", ".join(f"{ratio:.3f}" for ratio in ratios) == against_off
@@ -75,6 +77,6 @@ def test_the_third_command_runs_with_a_profile_and_arrivals(tmp_path: Path) -> N
     (tmp_path / "profiles" / "my-model.json").write_text(profile.to_json())
     arrivals = "".join(f"{0.2 * index:.1f},200,60\n" for index in range(40))
     (tmp_path / "requests.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{arrivals}")
-    said = run(simulations()[1], tmp_path)
-    first_words = {line.split()[0] for line in said.splitlines() if line.strip()}
+    output = run(simulations()[1], tmp_path)
+    first_words = {line.split()[0] for line in output.splitlines() if line.strip()}
     assert {"controller", "off", "static-1", "static-3", "static-5", "static-7"} <= first_words

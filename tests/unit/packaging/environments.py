@@ -14,16 +14,16 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(*command: str | Path, said: str | None = None) -> str:
+def run(*command: str | Path, stdin_text: str | None = None) -> str:
     """Output of a command, which finds no module of this tree unless it is installed.
 
     Fails the test with everything the command printed when it fails.
-    said: for its standard input.
+    stdin_text: for its standard input.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
         [str(part) for part in command],
-        input=said, capture_output=True, text=True, check=False, cwd="/", env=variables,
+        input=stdin_text, capture_output=True, text=True, check=False, cwd="/", env=variables,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -44,8 +44,8 @@ def environment(path: Path) -> Path:
 def installed(python: Path) -> dict[str, str]:
     """Name and version of every package in the environment of that interpreter."""
     (packages,) = (python.parents[1] / "lib").glob("python3*/site-packages")
-    found = importlib.metadata.distributions(path=[str(packages)])
-    return {canonicalize_name(one.name): one.version for one in found}
+    distributions = importlib.metadata.distributions(path=[str(packages)])
+    return {canonicalize_name(one.name): one.version for one in distributions}
 
 
 def closure(names: list[str]) -> Iterator[importlib.metadata.Distribution]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.audit import NOT_ASKED, VULNERABLE, Findings
+from scripts.audit import NOT_AUDITED, VULNERABLE, Findings
 from tests.unit.packaging.environments import ROOT
 
 FINE = {"name": "numpy", "version": "2.4.6", "vulns": []}
@@ -22,8 +22,8 @@ ILL = {
     ("packages", "code"),
     [
         ([FINE], 0),
-        ([FINE, SILENT], NOT_ASKED),
-        ([], NOT_ASKED),
+        ([FINE, SILENT], NOT_AUDITED),
+        ([], NOT_AUDITED),
         ([FINE, ILL], VULNERABLE),
         ([SILENT, ILL], VULNERABLE),
     ],
@@ -31,13 +31,13 @@ ILL = {
 def test_only_an_answer_for_every_package_is_a_pass(packages: list[dict[str, Any]], code: int):
     findings = Findings()
     findings.add({"dependencies": packages})
-    assert findings.code == code
+    assert findings.exit_code == code
 
 
 def test_each_vulnerability_is_named_with_its_cure():
     findings = Findings()
     findings.add({"dependencies": [ILL]})
-    assert findings.known == [
+    assert findings.vulnerabilities == [
         "rich 1.0: CVE-1, fixed in 1.1", "rich 1.0: CVE-2, fixed in no version yet"
     ]  # fmt: skip
 
@@ -49,6 +49,6 @@ def test_without_a_network_it_says_so_and_ends_with_a_code_of_its_own():
         env=os.environ | {"HTTPS_PROXY": nowhere, "https_proxy": nowhere, "NO_PROXY": ""},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == NOT_ASKED
+    assert done.returncode == NOT_AUDITED
     assert "AUDITED" in done.stderr.upper()
     assert not done.stdout

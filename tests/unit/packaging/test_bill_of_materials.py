@@ -18,16 +18,16 @@ from scripts.bill_of_materials import (
     is_allowed,
     licence,
     licences,
-    locked,
-    parts,
+    read_lock,
+    read_parts,
+    read_vendored,
     sbom,
-    vendored,
 )
 
 
 @pytest.fixture(scope="module")
 def bill() -> list[Part]:
-    return [*parts(LOCKS / "sidecar.txt"), *vendored()]
+    return [*read_parts(LOCKS / "sidecar.txt"), *read_vendored()]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_a_licence_is_what_the_metadata_says(tmp_path: Path, lines: list[str], e
 
 def test_all_that_the_images_install_is_listed_and_allowed():
     locks = [LOCKS / "sidecar.txt", LOCKS / "engine.txt"]
-    listed = licences(parts(*locks))
-    assert listed == licences(parts(*locks, LOCKS / "engine.txt"))
+    listed = licences(read_parts(*locks))
+    assert listed == licences(read_parts(*locks, LOCKS / "engine.txt"))
     for lock in locks:
-        for name, version, _ in locked(lock):
+        for name, version, _ in read_lock(lock):
             assert listed.count(f"| {name} | {version} | ") == 1
     assert listed.count("\n") > 20
 
@@ -108,14 +108,14 @@ def test_another_version_than_the_locked_one_says_nothing_of_it(
 ):
     (tmp_path / "x.txt").write_text(f"# head\n{pin} \\\n    --hash=sha256:{'0' * 64}\n")
     with pytest.raises(BillError, match=text):
-        parts(tmp_path / "x.txt")
+        read_parts(tmp_path / "x.txt")
 
 
 def test_the_bill_of_materials_is_valid_and_holds_the_lock(text: str):
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     body = json.loads(text)
     assert body["metadata"]["component"]["name"] == "speculation-controller"
-    found = {
+    components = {
         (
             component["name"],
             component["version"],
@@ -123,9 +123,11 @@ def test_the_bill_of_materials_is_valid_and_holds_the_lock(text: str):
         )
         for component in body["components"]
     }
-    wanted = {(n, v, tuple(sorted(hashes))) for n, v, hashes in locked(LOCKS / "sidecar.txt")}
-    assert found == wanted | {(part.name, part.version, part.hashes) for part in vendored()}
-    assert all(hashes for _, _, hashes in found)
+    wanted = {(n, v, tuple(sorted(hashes))) for n, v, hashes in read_lock(LOCKS / "sidecar.txt")}
+    assert components == wanted | {
+        (part.name, part.version, part.hashes) for part in read_vendored()
+    }
+    assert all(hashes for _, _, hashes in components)
     assert all(component["licenses"] for component in body["components"])
 
 
@@ -133,7 +135,7 @@ def test_what_the_page_carries_is_listed_with_its_registry_and_licence(text: str
     (chart,) = [it for it in json.loads(text)["components"] if it["purl"].startswith("pkg:npm/")]
     assert chart["name"] == "uplot"
     assert chart["licenses"] == [{"expression": "MIT"}]
-    assert "| uplot | " in licences(vendored())
+    assert "| uplot | " in licences(read_vendored())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_vendored_file_that_is_not_the_published_one_is_refused(
     else:
         file.write_bytes(content)
     with pytest.raises(BillError, match=fault):
-        vendored(tmp_path / "vendor")
+        read_vendored(tmp_path / "vendor")
 
 
 def test_every_part_is_there_because_something_needs_it(bill: list[Part], text: str):
@@ -194,6 +196,6 @@ def test_the_command_ends_with_1_for_a_licence_that_is_not_allowed(
     monkeypatch.setattr("sys.argv", ["bill", "licences"])
     monkeypatch.setattr(bill_of_materials, "ALLOWED", frozenset({"MIT"}))
     assert bill_of_materials.main() == 1
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     # safetensors is only in the image of the engine, Pygments only in that of the sidecar.
-    assert all(name in said for name in ("numpy", "safetensors", "pygments"))
+    assert all(name in error_text for name in ("numpy", "safetensors", "pygments"))

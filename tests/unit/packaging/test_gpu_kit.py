@@ -41,7 +41,7 @@ def test_kit_and_machine_have_what_sglang_and_the_project_need() -> None:
                 for folder in (".", "engine_shim", "simulator", "trainer")]  # fmt: skip
     asked = [text for project in projects for text in project["dependencies"]]
     names = ["sglang", "aiohttp", *pinned(), *(Requirement(text).name for text in asked)]
-    needed = {canonicalize_name(found.name) for found in closure(names)}
+    needed = {canonicalize_name(requirement.name) for requirement in closure(names)}
     # IPython needs these two for completion only.
     needed -= {"jedi", "parso"}
     # The project itself is in the clone.
@@ -51,7 +51,7 @@ def test_kit_and_machine_have_what_sglang_and_the_project_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ({"PIECE_MIB": "many"}, "PIECE_MIB=many: give whole MiB"),
         ({"PIECE_MIB": "0"}, "PIECE_MIB=0: give whole MiB"),
@@ -59,14 +59,14 @@ def test_kit_and_machine_have_what_sglang_and_the_project_need() -> None:
     ],
 )
 def test_what_the_kit_cannot_be_made_with_is_said_before_anything_is_downloaded(
-    setting: dict[str, str], said: str
+    setting: dict[str, str], message: str
 ) -> None:
     done = subprocess.run(
         ["bash", str(KIT / "build.sh")],
         env={**os.environ, **setting}, capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 
@@ -219,7 +219,7 @@ def test_a_newer_kit_replaces_the_older_one_and_their_pieces_never_mix(
 
 
 @pytest.mark.parametrize(
-    ("machine", "code", "said"),
+    ("machine", "code", "message"),
     [
         ("torch==1.13", 1, "and the kit is for 1.13"),
         ("python==3.6", 1, "and the kit is for 3.6"),
@@ -229,12 +229,12 @@ def test_a_newer_kit_replaces_the_older_one_and_their_pieces_never_mix(
     ],
 )
 def test_a_machine_that_the_kit_is_not_for_is_refused(
-    tmp_path: Path, machine: str, code: int, said: str
+    tmp_path: Path, machine: str, code: int, message: str
 ) -> None:
     kit = FakeKit(tmp_path / "pieces", tmp_path / "kit", machine)
     done = [kit.install(name) for name in kit.pieces][-1]
     assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert ("ready" in done.stdout) == (code == 0)
 
 
@@ -250,8 +250,8 @@ def test_a_job_at_its_limit_is_killed_with_all_it_started_and_leaves_its_results
         f"bash -c '{STUBBORN}' grandchild {tmp_path}/self\n"
     )
     job = installed.job(tmp_path, "3", "run", "bash", str(script))
-    said, _ = job.communicate()
-    assert job.returncode == 128 + signal.SIGKILL, said
+    output, _ = job.communicate()
+    assert job.returncode == 128 + signal.SIGKILL, output
     for name in ("child", "self"):
         wait_for_the_end(int((tmp_path / name).read_text()))
     out = tmp_path / "out"
@@ -260,7 +260,7 @@ def test_a_job_at_its_limit_is_killed_with_all_it_started_and_leaves_its_results
     assert (out / "run.day.png").read_text() == "picture\n"
     with tarfile.open(out / "run.tgz") as everything:
         assert "run/logs/engine.log" in everything.getnames()
-    assert "RuntimeError: too late" in said
+    assert "RuntimeError: too late" in output
 
 
 def is_alive(pid: int) -> bool:
@@ -274,7 +274,7 @@ def is_alive(pid: int) -> bool:
 
 def wait_for_the_end(pid: int) -> None:
     """Of a process that was killed: it ends when it next has a processor."""
-    eventually(lambda: not is_alive(pid), what=f"process {pid} is over")
+    eventually(lambda: not is_alive(pid), description=f"process {pid} is over")
 
 
 def test_a_process_left_behind_is_killed_even_if_it_has_set_its_title(
@@ -293,8 +293,8 @@ def test_a_process_left_behind_is_killed_even_if_it_has_set_its_title(
         f"while not Path('{tmp_path}/engine').exists(): time.sleep(0.05)\n"
     )
     job = installed.job(tmp_path, "200", "run", sys.executable, "-c", leaving)
-    said, _ = job.communicate()
-    assert job.returncode == 0, said
+    output, _ = job.communicate()
+    assert job.returncode == 0, output
     wait_for_the_end(int((tmp_path / "engine").read_text()))
 
 
@@ -309,8 +309,8 @@ def test_a_job_that_is_asked_to_end_passes_it_on_and_keeps_the_results(
     job = installed.job(tmp_path, "200", "run", "bash", str(script))
     eventually((tmp_path / "ready").exists)
     job.terminate()
-    said, _ = job.communicate()
-    assert job.returncode == 3, said
+    output, _ = job.communicate()
+    assert job.returncode == 3, output
     assert (tmp_path / "out" / "run.json").read_text() == "ended\n"
 
 
@@ -318,8 +318,8 @@ def test_what_was_found_is_copied_while_the_job_runs(installed: FakeKit, tmp_pat
     script = tmp_path / "running.sh"
     script.write_text("echo half >$2/result.json\nwhile :; do sleep 0.1; done\n")
     job = installed.job(tmp_path, "200", "run", "bash", str(script))
-    found = tmp_path / "out" / "run.json"
-    eventually(lambda: found.exists() and found.read_text() == "half\n")
+    copied_file = tmp_path / "out" / "run.json"
+    eventually(lambda: copied_file.exists() and copied_file.read_text() == "half\n")
     assert job.poll() is None
     job.terminate()
     job.communicate()
@@ -329,10 +329,10 @@ def test_results_go_to_a_folder_of_their_own_and_the_engines_options_stay_last(
     installed: FakeKit, tmp_path: Path
 ) -> None:
     job = installed.job(tmp_path, "200", "run", "echo", "--parts", "a", "--", "--x", "--", "y")
-    said, _ = job.communicate()
+    output, _ = job.communicate()
     folder = tmp_path / "check" / "run"
-    assert f"\n--parts a --output {folder} -- --x -- y\n" in said
+    assert f"\n--parts a --output {folder} -- --x -- y\n" in output
     job = installed.job(tmp_path, "200", "run", "echo", "plain")
     assert f"\nplain --output {folder}\n" in job.communicate()[0]
     assert job.returncode == 0
-    assert re.search(r"exit 0 after \d+ s", said)
+    assert re.search(r"exit 0 after \d+ s", output)

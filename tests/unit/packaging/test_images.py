@@ -50,14 +50,14 @@ class Stage:
 def stages(path: Path) -> list[Stage]:
     with path.open("rb") as file:
         structure = DockerfileParser(fileobj=file).structure
-    found: list[Stage] = []
+    image_stages: list[Stage] = []
     for item in structure:
         if item["instruction"] == "FROM":
             base, _, name = item["value"].partition(" AS ")
-            found.append(Stage(base, name))
-        elif found and item["instruction"] != "COMMENT":
-            found[-1].steps.append((item["instruction"], item["value"]))
-    return found
+            image_stages.append(Stage(base, name))
+        elif image_stages and item["instruction"] != "COMMENT":
+            image_stages[-1].steps.append((item["instruction"], item["value"]))
+    return image_stages
 
 
 class Root:
@@ -179,8 +179,8 @@ def test_the_sidecars_image_installs_serves_and_stops(root: Root, builder: Root)
     root.build(final, {build.name: builder})
     assert not (root.path / "source").exists()
     page = (ROOT / "docs" / "deploy.md").read_text()
-    (said,) = re.findall(r"it installs (\d+) MB of packages", page)
-    assert megabytes(root.path / SITE) == pytest.approx(float(said), rel=0.1)
+    (documented_megabytes,) = re.findall(r"it installs (\d+) MB of packages", page)
+    assert megabytes(root.path / SITE) == pytest.approx(float(documented_megabytes), rel=0.1)
     steps = dict(final.steps)
     assert (steps["ENTRYPOINT"], steps["CMD"]) == ('["controller"]', '["serve"]')
     place = root.path / "run" / "speculation"
@@ -194,7 +194,7 @@ def test_the_sidecars_image_installs_serves_and_stops(root: Root, builder: Root)
     ) as process:
         try:
             socket = place / "controller.sock"
-            eventually(socket.exists, within=PATIENCE_SECONDS, what="the socket")
+            eventually(socket.exists, timeout_seconds=PATIENCE_SECONDS, description="the socket")
             with grpc.insecure_channel(f"unix:{socket}") as channel:
                 answer = health_stub(channel).Check(
                     health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS, wait_for_ready=True
@@ -230,9 +230,9 @@ def test_sglangs_image_gets_shim_and_trainer_and_keeps_every_package(
     assert before.items() <= after.items()
     added = after.keys() - before.keys()
     assert {"speculation-controller-shim", "speculation-controller-trainer"} <= added
-    found = root.run(
+    entry_points_text = root.run(
         "python3", "-c",
         "from importlib.metadata import entry_points\n"
         "print([e.value for e in entry_points(group='sglang.srt.plugins')])",
     )  # fmt: skip
-    assert "engine_shim" in found
+    assert "engine_shim" in entry_points_text

@@ -32,10 +32,10 @@ def entries(name: str) -> dict[str, str]:
     """Name and version of every package; fails for a lock that holds anything else."""
     head, _, body = (LOCKS / f"{name}.txt").read_text().partition("\n")
     assert head.startswith("# `make lock`")
-    found = ENTRY.findall(body)
-    assert "".join(f"{n}=={v}{hashes}\n" for n, v, hashes in found) == body
-    pins = {n: v for n, v, _ in found}
-    assert len(pins) == len(found)
+    pinned_entries = ENTRY.findall(body)
+    assert "".join(f"{n}=={v}{hashes}\n" for n, v, hashes in pinned_entries) == body
+    pins = {n: v for n, v, _ in pinned_entries}
+    assert len(pins) == len(pinned_entries)
     return pins
 
 
@@ -63,14 +63,14 @@ def steps(dockerfile: str, places: dict[str, Path]) -> list[str]:
     """What its RUN instructions do, with these places for those of the image."""
     with (ROOT / "deploy" / "docker" / dockerfile).open("rb") as file:
         structure = DockerfileParser(fileobj=file).structure
-    found = []
+    commands = []
     for item in structure:
         if item["instruction"] == "RUN":
             command = re.sub(r"--mount=\S+|--no-cache-dir", "", item["value"])
             for name, place in places.items():
                 command = re.sub(rf"(?<![\w/])/{name}(?=[/\s]|$)", str(place), command)
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def carry_out(step: str, python: Path, tmp_path: Path) -> None:

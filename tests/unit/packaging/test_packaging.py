@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 import controller
 from lab.harness.scripted_sidecar import ScriptedSidecar
-from simulator.scenarios.scenario_file import standard
+from simulator.scenarios.scenario_file import standard_scenarios
 from tests.support.link_messages import plan
 from tests.unit.packaging.environments import (
     ROOT,
@@ -110,7 +110,7 @@ def test_the_simulators_wheel_holds_its_package_and_the_scenarios_and_no_more(
     held = {name for name in contents(simulator_wheel) if ".dist-info/" not in name}
     assert held == files("simulator") | {"simulator/LICENSE"}
     assert "simulator/py.typed" in held
-    assert sum(name.endswith(".yaml") for name in held) == len(standard())
+    assert sum(name.endswith(".yaml") for name in held) == len(standard_scenarios())
 
 
 def test_the_contract_comes_with_its_types():
@@ -192,8 +192,8 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
     python = environment(tmp_path / "venv")
     lowest = lower_bounds(SHIM)
     pip(python, "install", "--no-compile", shim_wheel, *(lowest if end == "lowest" else []))
-    found = installed(python)
-    assert not {"redis", "rich", "typer", "prometheus-client", "torch", "sglang"} & found.keys()
+    packages = installed(python)
+    assert not {"redis", "rich", "typer", "prometheus-client", "torch", "sglang"} & packages.keys()
     for engine, name in (("sglang", "SGLang"), ("vllm", "vLLM")):
         asked = [str(tmp_path / "venv/bin/speculation-would-steer"), engine, "--", "MODEL"]
         answer = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
@@ -201,8 +201,8 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
         assert f"{name} is not installed in this environment" in answer.stderr
     with ScriptedSidecar(f"unix:{tmp_path}/sidecar.sock", plans_once=True) as sidecar:
         sidecar.first_plan = lambda: plan(1, 2)
-        said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")
-    last = json.loads(said.splitlines()[-1])
+        output = run(python, engine_program.__file__, sidecar.target, stdin_text="1000\n1000\n")
+    last = json.loads(output.splitlines()[-1])
     assert last == {"source": "plan", "gamma": 2}
 
 
@@ -239,8 +239,8 @@ def test_the_sidecars_image_is_as_small_as_the_page_says(wheel: Path):
             if path.suffix != ".pyc":
                 size += Path(str(distribution.locate_file(path))).stat().st_size
     page = (ROOT / "docs" / "deploy.md").read_text()
-    (said,) = re.findall(r"it installs (\d+) MB of packages", page)
-    assert size / 1e6 == pytest.approx(float(said), rel=0.1)
+    (documented_megabytes,) = re.findall(r"it installs (\d+) MB of packages", page)
+    assert size / 1e6 == pytest.approx(float(documented_megabytes), rel=0.1)
 
 
 def would_install(python: Path, tmp_path: Path, *arguments: str) -> dict[str, str]:

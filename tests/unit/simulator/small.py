@@ -7,9 +7,9 @@ import numpy as np
 from controller.core.engine_spec import DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from simulator.controller_policy import FINGERPRINT
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 from simulator.scenarios.scenario_file import Scenario
-from simulator.sources import ClosedSource, OpenSource, PhaseSpec, lengths
+from simulator.sources import ClosedSource, OpenSource, PhaseSpec, draw_lengths
 from simulator.surface import CostSurface
 from simulator.workload import PhaseStart
 
@@ -32,7 +32,7 @@ def surface(drafters=("mtp",), max_batch_size=32, catch_up=0.0):
 def pool(acceptance=0.7, requests=64, output=40, seed=0, drafters=("mtp",)):
     rng = np.random.default_rng(seed)
     lengths = np.full(requests, output, dtype=np.int64)
-    curves = Curves("small", {name: [acceptance] * 8 for name in drafters})
+    curves = IndependentCurves("small", {name: [acceptance] * 8 for name in drafters})
     return curves.pool(rng, requests, lengths, lengths * 3)
 
 
@@ -40,11 +40,15 @@ def scenario(acceptance=(0.9, 0.1), batch=4, tokens=300, seeds=2, **changes):
     costs = surface()
     phases = tuple(
         PhaseSpec(
-            f"{i}", Curves(f"a{a}", {"mtp": [a] * 8}), batch, batch * tokens, PhaseStart.CHANGED
+            f"{i}",
+            IndependentCurves(f"a{a}", {"mtp": [a] * 8}),
+            batch,
+            batch * tokens,
+            PhaseStart.CHANGED,
         )
         for i, a in enumerate(acceptance)
     )
-    profile = costs.profile(FINGERPRINT, [1, 2, 4, 8, 16, 32])
+    profile = costs.make_profile(FINGERPRINT, [1, 2, 4, 8, 16, 32])
     base = Scenario(
         "small", "test", "a test", costs, ClosedSource(phases, 40.0, 64.0), profile, 32,
         shifting=len(acceptance) > 1, seeds=seeds,
@@ -57,7 +61,8 @@ def arrivals(per_second=6.0, requests=120, acceptance=0.4, **changes):
     rng = np.random.default_rng(11)
     times = np.cumsum(rng.exponential(1 / per_second, requests))
     source = OpenSource(
-        Curves("a", {"mtp": [acceptance] * 8}), times - times[0], lengths(rng, requests, 200.0),
-        lengths(rng, requests, 60.0), 32, 5.0,
+        IndependentCurves("a", {"mtp": [acceptance] * 8}), times - times[0],
+        draw_lengths(rng, requests, 200.0),
+        draw_lengths(rng, requests, 60.0), 32, 5.0,
     )  # fmt: skip
     return scenario(workload=source, shifting=False, name="arrivals", **changes)

@@ -28,20 +28,20 @@ def pool(acceptance_trace, requests, seed=0, outputs=None, contexts=None):
     return acceptance_trace.pool(np.random.default_rng(seed), requests, outputs, contexts)
 
 
-def sequences(made, drafter):
+def sequences(request_pool, drafter):
     return [
-        made.accepted[drafter][start : start + n].tolist()
-        for start, n in zip(made.offsets, made.output_tokens, strict=True)
+        request_pool.accepted[drafter][start : start + n].tolist()
+        for start, n in zip(request_pool.offsets, request_pool.output_tokens, strict=True)
     ]
 
 
 def test_a_recorded_request_is_replayed_position_by_position(write):
     path = write("chat.jsonl", line(prompt=4, eagle=[3, 2, 1], ngram=[1, 21, 1]))
-    made = pool(AcceptanceTrace.load([path]), 1)
-    assert sequences(made, "eagle") == [[2, 1, 0]]
-    assert sequences(made, "ngram") == [[0, 20, 0]]
-    assert made.context_tokens.tolist() == [4]
-    assert made.label_names == ("",)
+    request_pool = pool(AcceptanceTrace.load([path]), 1)
+    assert sequences(request_pool, "eagle") == [[2, 1, 0]]
+    assert sequences(request_pool, "ngram") == [[0, 20, 0]]
+    assert request_pool.context_tokens.tolist() == [4]
+    assert request_pool.label_names == ("",)
 
 
 def test_positions_that_one_drafter_lacks_are_left_out(write):
@@ -54,9 +54,9 @@ def test_positions_that_one_drafter_lacks_are_left_out(write):
 def test_a_record_shorter_than_the_output_starts_again_and_a_longer_one_is_cut(write):
     acceptance_trace = AcceptanceTrace.load([write("a.jsonl", line(eagle=[4, 3, 2]))])
     outputs, contexts = np.array([7, 2], dtype=np.int64), np.array([1, 2], dtype=np.int64)
-    made = pool(acceptance_trace, 2, 0, outputs, contexts)
-    assert sequences(made, "eagle") == [[3, 2, 1, 3, 2, 1, 3], [3, 2]]
-    assert made.context_tokens.tolist() == [1, 2]
+    request_pool = pool(acceptance_trace, 2, 0, outputs, contexts)
+    assert sequences(request_pool, "eagle") == [[3, 2, 1, 3, 2, 1, 3], [3, 2]]
+    assert request_pool.context_tokens.tolist() == [1, 2]
 
 
 def test_every_request_is_served_once_before_any_is_served_again(write):
@@ -73,13 +73,13 @@ def test_every_request_is_served_once_before_any_is_served_again(write):
 def test_several_files_are_mixed_and_their_names_are_the_true_kinds(write):
     paths = [write("chat.jsonl", line(e=[1]) * 2), write("code.jsonl", line(e=[9]) * 6)]
     acceptance_trace = AcceptanceTrace.load(paths)
-    made = pool(acceptance_trace, 8)
+    request_pool = pool(acceptance_trace, 8)
     assert acceptance_trace.name == "chat+code"
-    assert [9 * kind for kind in made.kind_of] == [
-        v[0] + 1 if v[0] else 0 for v in sequences(made, "e")
+    assert [9 * kind for kind in request_pool.request_kinds] == [
+        v[0] + 1 if v[0] else 0 for v in sequences(request_pool, "e")
     ]
-    assert np.bincount(made.kind_of).tolist() == [2, 6]
-    assert made.kind_count == 2
+    assert np.bincount(request_pool.request_kinds).tolist() == [2, 6]
+    assert request_pool.kind_count == 2
 
 
 def test_an_engine_reports_the_kinds_of_traffic_only_where_it_is_asked_to(write):
@@ -93,7 +93,7 @@ def test_an_engine_reports_the_kinds_of_traffic_only_where_it_is_asked_to(write)
         assert silent.label_names == ("",)
         assert not silent.labels.any()
         assert labelled.label_names == ("chat", "code")
-        assert labelled.labels.tolist() == silent.kind_of.tolist()
+        assert labelled.labels.tolist() == silent.request_kinds.tolist()
 
 
 @given(
@@ -105,10 +105,10 @@ def test_an_engine_reports_the_kinds_of_traffic_only_where_it_is_asked_to(write)
 def test_replaying_keeps_every_value(tmp_path_factory, records, requests):
     path = tmp_path_factory.mktemp("bank") / "a.jsonl"
     path.write_text("".join(line(eagle=values) for values in records))
-    made = pool(AcceptanceTrace.load([path]), requests)
+    request_pool = pool(AcceptanceTrace.load([path]), requests)
     known = [[v - 1 for v in values] for values in records]
-    assert all(values in known for values in sequences(made, "eagle"))
-    assert len(made.accepted["eagle"]) == made.output_tokens.sum()
+    assert all(values in known for values in sequences(request_pool, "eagle"))
+    assert len(request_pool.accepted["eagle"]) == request_pool.output_tokens.sum()
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,10 @@ def test_files_of_other_drafters_or_no_request_or_no_file_are_refused(write):
 
 def test_commits_of_a_round_are_accepted_drafts_by_category_in_order(write):
     path = write("r.csv", "commits,category,a0,a1\n2,chat,1,1\n0,code,0,0\n1,chat,.9,\n")
-    made = pool(AcceptanceTrace.load_rounds({"mtp": path}), 2)
-    by_kind = dict(zip(made.kind_of.tolist(), sequences(made, "mtp"), strict=True))
+    request_pool = pool(AcceptanceTrace.load_rounds({"mtp": path}), 2)
+    by_kind = dict(
+        zip(request_pool.request_kinds.tolist(), sequences(request_pool, "mtp"), strict=True)
+    )
     assert by_kind == {0: [2, 1], 1: [0]}
 
 
@@ -176,10 +178,13 @@ def test_rounds_of_two_drafters_are_paired_by_category(write):
     acceptance_trace = AcceptanceTrace.load_rounds({"mtp": a, "dflash": b})
     assert acceptance_trace.drafters == ("mtp", "dflash")
     assert {r.kind: r.positions for r in acceptance_trace.recorded} == {"x": 1, "y": 1}
-    made = pool(acceptance_trace, 2)
+    request_pool = pool(acceptance_trace, 2)
     assert sorted(
         zip(
-            *(np.concatenate(sequences(made, d)).tolist() for d in acceptance_trace.drafters),
+            *(
+                np.concatenate(sequences(request_pool, d)).tolist()
+                for d in acceptance_trace.drafters
+            ),
             strict=True,
         )
     ) == [(1, 5), (3, 4)]
@@ -213,14 +218,16 @@ def with_tokens(prompt, output, **drafters):
 
 def test_match_lengths_come_from_the_tokens_that_were_recorded(write):
     text = with_tokens([1, 2, 3, 4], [1, 2, 3, 9], eagle=[1] * 4, ngram=[1] * 4)
-    made = pool(AcceptanceTrace.load([write("a.jsonl", text)]), 1, outputs=np.array([6]))
-    assert made.matches.tolist() == [0, 0, 2, 3, 0, 0]
+    request_pool = pool(AcceptanceTrace.load([write("a.jsonl", text)]), 1, outputs=np.array([6]))
+    assert request_pool.matches.tolist() == [0, 0, 2, 3, 0, 0]
 
 
 def test_without_tokens_nobody_knows_match_lengths(write):
-    made = pool(AcceptanceTrace.load([write("a.jsonl", line(eagle=[1, 2], ngram=[1, 1]))]), 1)
-    assert made.matches is None
-    assert made.known_matches.tolist() == [2, 2]
+    request_pool = pool(
+        AcceptanceTrace.load([write("a.jsonl", line(eagle=[1, 2], ngram=[1, 1]))]), 1
+    )
+    assert request_pool.matches is None
+    assert request_pool.known_matches.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("output", [[1], "text", [1, -1], [1, True], [1, 2.0]])

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from simulator.engine import EngineOptions
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.policy import ArmChoice
-from simulator.scenarios.fields import Place
+from simulator.scenarios.fields import FieldLocations
 from simulator.scenarios.scenario_file import load_scenario, parse_scenario
 from tests.support.against_off import against_off
-from tests.support.dealing import dealt
+from tests.support.dealing import draw_number
 from tests.support.random_scenarios import scenarios
 from tests.unit.simulator.small import GAMMAS, scenario, surface
 
@@ -34,10 +34,10 @@ class Turns:
         pass
 
 
-def played(made, policy):
-    found = against_off(made, policy)
-    assert found is not None
-    return found
+def played(drawn_scenario, policy):
+    comparison = against_off(drawn_scenario, policy)
+    assert comparison is not None
+    return comparison
 
 
 def small(acceptance=0.5, **options):
@@ -46,19 +46,19 @@ def small(acceptance=0.5, **options):
 
 
 def test_off_is_worth_as_much_as_off_in_every_window_whatever_the_noise():
-    found = played(small(), Static(surface().arms, 0))
-    assert found.worst == pytest.approx(1.0)
-    assert found.overall == pytest.approx(1.0)
-    assert found.plain == 1.0
+    comparison = played(small(), StaticPolicy(surface().arms, 0))
+    assert comparison.worst == pytest.approx(1.0)
+    assert comparison.overall == pytest.approx(1.0)
+    assert comparison.plain == 1.0
 
 
 def test_an_arm_is_worth_its_expected_tokens_for_its_true_cost():
-    found = played(small(), Static(surface().arms, 2))
+    comparison = played(small(), StaticPolicy(surface().arms, 2))
     seconds = surface().seconds[:, 4]
     tokens = 1 + 0.5 + 0.25 + 0.125
     # The context term is small here; requests end within a draft now and then.
-    assert found.overall == pytest.approx(tokens * seconds[0] / seconds[2], rel=0.04)
-    assert found.worst == pytest.approx(found.overall, rel=1e-3)
+    assert comparison.overall == pytest.approx(tokens * seconds[0] / seconds[2], rel=0.04)
+    assert comparison.worst == pytest.approx(comparison.overall, rel=1e-3)
 
 
 def test_a_kept_drafter_a_switch_and_catching_up_are_paid_for():
@@ -93,9 +93,9 @@ def test_the_worst_window_is_where_a_policy_is_worst():
             self.asked += 1
             return ArmChoice(0 if self.asked <= 700 else len(GAMMAS) - 1)
 
-    found = played(small(0.0), LateFailure())
-    assert found.begins >= 700
-    assert found.worst < found.overall < 1
+    comparison = played(small(0.0), LateFailure())
+    assert comparison.begins >= 700
+    assert comparison.worst < comparison.overall < 1
 
 
 def test_by_request_a_step_is_worth_what_the_requests_of_its_batch_accept():
@@ -113,44 +113,44 @@ def test_by_request_a_step_is_worth_what_the_requests_of_its_batch_accept():
         },
         "phases": [{"kind": "chat", "batch": 1, "tokens": 20_000}],
     }
-    made = parse_scenario(document, Place("levels")).scenario(Path())
-    arm = next(i for i, arm in enumerate(made.surface.arms) if arm.gamma == 3)
-    found = [
-        against_off(made, Static(made.surface.arms, arm), by_request=each)
+    level_scenario = parse_scenario(document, FieldLocations("levels")).make_scenario(Path())
+    arm = next(i for i, arm in enumerate(level_scenario.surface.arms) if arm.gamma == 3)
+    comparisons = [
+        against_off(level_scenario, StaticPolicy(level_scenario.surface.arms, arm), by_request=each)
         for each in (False, True)
     ]  # fmt: skip
-    assert found[0] is not None
-    assert found[1] is not None
-    assert found[1].overall == pytest.approx(found[0].overall, rel=0.1)
-    assert found[0].worst == pytest.approx(found[0].overall, rel=0.02)
-    assert found[1].worst < 0.8 * found[1].overall
+    assert comparisons[0] is not None
+    assert comparisons[1] is not None
+    assert comparisons[1].overall == pytest.approx(comparisons[0].overall, rel=0.1)
+    assert comparisons[0].worst == pytest.approx(comparisons[0].overall, rel=0.02)
+    assert comparisons[1].worst < 0.8 * comparisons[1].overall
 
 
 def test_a_run_without_500_steps_has_no_window():
-    assert against_off(scenario((0.5,), tokens=300), Static(surface().arms, 0)) is None
+    assert against_off(scenario((0.5,), tokens=300), StaticPolicy(surface().arms, 0)) is None
 
 
 @given(scenarios())
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 def test_every_draw_is_a_scenario_of_the_schema(tmp_path_factory, drawn):
     folder = tmp_path_factory.mktemp("drawn")
-    made = drawn.scenario(folder)
+    drawn_scenario = drawn.make_scenario(folder)
     read = load_scenario(drawn.write(folder, "again", "a comment"))
     assert read.name == "again"
-    assert (read.surface.seconds == made.surface.seconds).all()
-    assert read.options == made.options
-    assert read.profile == made.profile
+    assert (read.surface.seconds == drawn_scenario.surface.seconds).all()
+    assert read.options == drawn_scenario.options
+    assert read.profile == drawn_scenario.profile
 
 
 def test_a_number_deals_the_same_scenario_again_and_others_differ():
-    first, again = (dealt(scenarios(), 7) for _ in range(2))
+    first, again = (draw_number(scenarios(), 7) for _ in range(2))
     assert first == again
-    assert dealt(scenarios(), 8) != first
+    assert draw_number(scenarios(), 8) != first
 
 
 def test_draws_cover_the_schema_evenly():
     """A third and more of what there is two of; nothing that is optional is rare."""
-    drawn = [one for one in (dealt(scenarios(), n) for n in range(400)) if one is not None]
+    drawn = [one for one in (draw_number(scenarios(), n) for n in range(400)) if one is not None]
     assert len(drawn) > 390
     seen: Counter[str] = Counter()
     for one in drawn:

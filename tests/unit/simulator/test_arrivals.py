@@ -20,18 +20,20 @@ def write(tmp_path):
 
 
 def test_a_trace_of_dates_begins_at_zero(write):
-    found = read_arrivals(
+    arrivals = read_arrivals(
         write(
             HEADER + "2023-11-16 18:15:46.6805900,374,44\n"
             "2023-11-16 18:15:50.9951690,396,109\n"
             "2023-11-17 00:00:00,0,1\n"
         )
     )
-    assert found.arrival_seconds.tolist() == pytest.approx([0.0, 4.314579, 20653.31941], abs=1e-6)
-    assert found.context_tokens.tolist() == [374, 396, 0]
-    assert found.output_tokens.tolist() == [44, 109, 1]
-    assert found.arrival_seconds.dtype == np.float64
-    assert found.context_tokens.dtype == found.output_tokens.dtype == np.int64
+    assert arrivals.arrival_seconds.tolist() == pytest.approx(
+        [0.0, 4.314579, 20653.31941], abs=1e-6
+    )
+    assert arrivals.context_tokens.tolist() == [374, 396, 0]
+    assert arrivals.output_tokens.tolist() == [44, 109, 1]
+    assert arrivals.arrival_seconds.dtype == np.float64
+    assert arrivals.context_tokens.dtype == arrivals.output_tokens.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -44,20 +46,22 @@ def test_a_trace_of_dates_begins_at_zero(write):
     ],
 )
 def test_times_are_iso_with_or_without_a_zone_or_seconds(write, times):
-    found = read_arrivals(write(HEADER + "".join(f"{time},1,1\n" for time in times)))
-    assert found.arrival_seconds.tolist() == [0.0, 0.0, 2.5]
+    arrivals = read_arrivals(write(HEADER + "".join(f"{time},1,1\n" for time in times)))
+    assert arrivals.arrival_seconds.tolist() == [0.0, 0.0, 2.5]
 
 
 def test_columns_come_in_any_order_and_case_with_others_between(write):
-    found = read_arrivals(write("user,GENERATEDTOKENS,Timestamp,contextTokens\nx,3,0,2\n,4,1,5\n"))
-    assert found.output_tokens.tolist() == [3, 4]
-    assert found.context_tokens.tolist() == [2, 5]
+    arrivals = read_arrivals(
+        write("user,GENERATEDTOKENS,Timestamp,contextTokens\nx,3,0,2\n,4,1,5\n")
+    )
+    assert arrivals.output_tokens.tolist() == [3, 4]
+    assert arrivals.context_tokens.tolist() == [2, 5]
 
 
 def test_speed_and_limit(write):
     path = write(HEADER + "10,1,1\n14,1,2\n18,1,3\nrubbish,,\n")
-    found = read_arrivals(path, limit=3, speed=4.0)
-    assert found.arrival_seconds.tolist() == [0.0, 1.0, 2.0]
+    arrivals = read_arrivals(path, limit=3, speed=4.0)
+    assert arrivals.arrival_seconds.tolist() == [0.0, 1.0, 2.0]
     assert read_arrivals(path, limit=1).output_tokens.tolist() == [1]
 
 
@@ -68,10 +72,10 @@ def test_speed_and_limit(write):
 def test_arrivals_ascend_from_zero(tmp_path_factory, times, tokens):
     path = tmp_path_factory.mktemp("arrivals") / "a.csv"
     path.write_text(HEADER + "".join(f"{time},{tokens},{tokens}\n" for time in times))
-    found = read_arrivals(path)
-    assert found.arrival_seconds[0] == 0
-    assert np.all(np.diff(found.arrival_seconds) == np.diff(times))
-    assert set(found.output_tokens.tolist()) == {tokens}
+    arrivals = read_arrivals(path)
+    assert arrivals.arrival_seconds[0] == 0
+    assert np.all(np.diff(arrivals.arrival_seconds) == np.diff(times))
+    assert set(arrivals.output_tokens.tolist()) == {tokens}
 
 
 @pytest.mark.parametrize(

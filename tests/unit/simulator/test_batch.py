@@ -3,7 +3,7 @@
 import numpy as np
 
 from simulator.engine import EngineOptions, simulate
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.workload import ClosedLoop, PhaseStart, RequestPool, WorkloadPhase
 from tests.unit.simulator.small import pool, surface
 
@@ -12,7 +12,7 @@ STILL = EngineOptions(noise=0.0)
 
 def steps_of(*phases, arm=0):
     """(batch size, kv tokens) of every step, and the steps at which phases begin."""
-    run = simulate(ClosedLoop(phases), surface(), Static(surface().arms, arm), STILL, 0)
+    run = simulate(ClosedLoop(phases), surface(), StaticPolicy(surface().arms, arm), STILL, 0)
     starts = [step for step, _ in run.trace.phase_starts]
     return list(zip(run.trace.batch_sizes, run.trace.kv_tokens, strict=True)), starts
 
@@ -87,4 +87,4 @@ def test_a_pool_is_stored_once_however_often_its_phase_returns():
     from simulator.batch import Batch
 
     batch = Batch(ClosedLoop(tuple(phases)), surface())
-    assert len(batch._flat[0]) == len(requests.accepted["mtp"])
+    assert len(batch._accepted_by_drafter[0]) == len(requests.accepted["mtp"])

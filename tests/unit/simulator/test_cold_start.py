@@ -9,11 +9,11 @@ import pytest
 from simulator.cold_start import (
     CAUTIOUS_STEPS,
     WORTHWHILE_GAIN,
-    cold_starts,
-    run_cold,
+    cold_start_cases,
+    run_cold_start,
 )
 
-CELLS = {cell.name: cell for cell in cold_starts((1, 8, 64))}
+CELLS = {cell.name: cell for cell in cold_start_cases((1, 8, 64))}
 
 # A single sequence shows one draft a step: what it lost before that was known is luck, and so is
 # how far its draft length has come.
@@ -32,14 +32,14 @@ CHOSEN = [
 @pytest.mark.parametrize(("name", "seed"), CHOSEN)
 def test_it_starts_cautiously_and_finds_what_pays(name, seed):
     cell = CELLS[name]
-    run = run_cold(cell, seed)
-    assert run.off >= LEAST_OF_OFF.get(cell.batch_size, 0.98)
+    run = run_cold_start(cell, seed)
+    assert run.ratio_to_off >= LEAST_OF_OFF.get(cell.batch_size, 0.98)
     if run.gain >= WORTHWHILE_GAIN:
-        assert run.settled >= LEAST_SETTLED.get(cell.batch_size, 0.95)
+        assert run.settled_ratio >= LEAST_SETTLED.get(cell.batch_size, 0.95)
 
 
 def test_the_first_step_does_not_speculate_and_the_second_length_comes_after_the_first():
-    run = run_cold(CELLS["h100-llama3.1-8b/code/B=8"], 0)
+    run = run_cold_start(CELLS["h100-llama3.1-8b/code/B=8"], 0)
     assert run.gammas[0] == 0
     ran = list(dict.fromkeys(run.gammas))
     assert ran[:3] == [0, 1, 2]
@@ -47,5 +47,5 @@ def test_the_first_step_does_not_speculate_and_the_second_length_comes_after_the
 
 
 def test_prose_on_an_unknown_device_is_not_drafted_seven_deep():
-    run = run_cold(CELLS["tide-llama3.3-70b/prose/B=8"], 3)
+    run = run_cold_start(CELLS["tide-llama3.3-70b/prose/B=8"], 3)
     assert sum(gamma >= 4 for gamma in run.gammas[:100]) == 0

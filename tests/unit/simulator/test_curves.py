@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.acceptance_trace import AcceptanceTrace
-from simulator.curves import Curves, conditional, geometric, parse_acceptance
+from simulator.curves import IndependentCurves, conditional_curve, geometric_curve, parse_acceptance
 from simulator.errors import InvalidInputError
 from simulator.workload import AcceptanceSource
 
@@ -25,15 +25,15 @@ def drawn(source, requests=2000, seed=0):
 
 @pytest.mark.parametrize("curve", [[0.8, 0.7, 0.6], [0.5] * 8, [1.0, 0.0, 1.0], [0.0], [1.0] * 3])
 def test_drawn_acceptance_follows_the_curve(curve):
-    accepted = drawn(Curves("c", {"mtp": curve})).accepted["mtp"]
-    found = [np.mean(accepted >= k) for k in range(1, len(curve) + 1)]
+    accepted = drawn(IndependentCurves("c", {"mtp": curve})).accepted["mtp"]
+    survival = [np.mean(accepted >= k) for k in range(1, len(curve) + 1)]
     # Half a million positions: a standard error of 0.0007.
-    assert found == pytest.approx(survival_of(curve), abs=0.004)
+    assert survival == pytest.approx(survival_of(curve), abs=0.004)
     assert accepted.max() <= len(curve)
 
 
 def test_positions_draw_apart_from_each_other_and_so_do_drafters():
-    accepted = drawn(Curves("c", {"a": [0.5] * 4, "b": [0.5] * 4})).accepted
+    accepted = drawn(IndependentCurves("c", {"a": [0.5] * 4, "b": [0.5] * 4})).accepted
     a, b = (accepted[d].astype(float) for d in "ab")
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.01
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.01
@@ -41,7 +41,7 @@ def test_positions_draw_apart_from_each_other_and_so_do_drafters():
 
 @given(PROBABILITIES, st.integers(0, 5))
 def test_a_pool_has_a_value_for_every_output_position(curve, seed):
-    pool = drawn(Curves("c", {"mtp": curve}), 9, seed)
+    pool = drawn(IndependentCurves("c", {"mtp": curve}), 9, seed)
     assert pool.accepted["mtp"].dtype == np.uint8
     assert len(pool.accepted["mtp"]) == pool.output_tokens.sum()
     assert pool.offsets.tolist() == [0, *np.cumsum(pool.output_tokens)[:-1]]
@@ -50,7 +50,9 @@ def test_a_pool_has_a_value_for_every_output_position(curve, seed):
 
 
 def test_own_lengths_have_the_means_asked_for_and_equal_seeds_are_equal():
-    source = Curves("c", {"mtp": [0.5]}, output_tokens_mean=200, context_tokens_mean=1000)
+    source = IndependentCurves(
+        "c", {"mtp": [0.5]}, output_tokens_mean=200, context_tokens_mean=1000
+    )
     pool, again, other = drawn(source), drawn(source), drawn(source, seed=1)
     assert pool.output_tokens.mean() == pytest.approx(200, rel=0.05)
     assert pool.context_tokens.mean() == pytest.approx(1000, rel=0.05)
@@ -60,7 +62,9 @@ def test_own_lengths_have_the_means_asked_for_and_equal_seeds_are_equal():
 
 def test_given_lengths_are_kept():
     outputs, contexts = np.array([3, 1], dtype=np.int64), np.array([7, 9], dtype=np.int64)
-    pool = Curves("c", {"mtp": [1.0]}).pool(np.random.default_rng(0), 2, outputs, contexts)
+    pool = IndependentCurves("c", {"mtp": [1.0]}).pool(
+        np.random.default_rng(0), 2, outputs, contexts
+    )
     assert pool.output_tokens.tolist() == [3, 1]
     assert pool.context_tokens.tolist() == [7, 9]
     assert pool.accepted["mtp"].tolist() == [1, 1, 1, 1]
@@ -69,7 +73,7 @@ def test_given_lengths_are_kept():
 @given(PROBABILITIES)
 def test_survival_and_conditional_acceptance_are_two_forms_of_one_curve(curve):
     survival = survival_of(curve)
-    assert survival_of(conditional(survival.tolist())) == pytest.approx(survival, abs=1e-12)
+    assert survival_of(conditional_curve(survival.tolist())) == pytest.approx(survival, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_survival_and_conditional_acceptance_are_two_forms_of_one_curve(curve):
 )
 def test_a_survival_curve_that_cannot_be_is_refused(survival, message):
     with pytest.raises(InvalidInputError, match=message):
-        conditional(survival)
+        conditional_curve(survival)
 
 
 @pytest.mark.parametrize(
@@ -92,34 +96,34 @@ def test_a_survival_curve_that_cannot_be_is_refused(survival, message):
 )  # fmt: skip
 def test_a_curve_that_cannot_be_is_refused(curves):
     with pytest.raises(InvalidInputError):
-        Curves("c", curves)
+        IndependentCurves("c", curves)
 
 
 @pytest.mark.parametrize("mean", [0, -1, math.nan, math.inf])
 def test_a_mean_length_that_cannot_be_is_refused(mean):
     with pytest.raises(InvalidInputError, match=r"a mean of .* tokens must be in"):
-        Curves("c", {"mtp": [0.5]}, output_tokens_mean=mean)
+        IndependentCurves("c", {"mtp": [0.5]}, output_tokens_mean=mean)
 
 
 def test_curves_reach_a_worker_process():
-    source = Curves("c", {"mtp": [0.5]})
+    source = IndependentCurves("c", {"mtp": [0.5]})
     assert pickle.loads(pickle.dumps(source)) == source
 
 
 @pytest.mark.parametrize(
     ("text", "curves"),
     [
-        ("geometric:0.7", {"mtp": geometric(0.7)}),
+        ("geometric:0.7", {"mtp": geometric_curve(0.7)}),
         (" positions:0.8, .7,0.6 ", {"mtp": [0.8, 0.7, 0.6]}),
         ("survival:.5,.25", {"mtp": [0.5, 0.5]}),
         ("survival:.5,0,0", {"mtp": [0.5, 0.0, 0.0]}),
-        ("dflash=geometric:1", {"dflash": geometric(1.0)}),
+        ("dflash=geometric:1", {"dflash": geometric_curve(1.0)}),
         ("mtp=positions:.8;dflash=survival:.4,.2", {"mtp": [0.8], "dflash": [0.4, 0.5]}),
     ],
 )
 def test_a_curve_is_named_in_short(text, curves):
     source: AcceptanceSource = parse_acceptance(text)
-    assert isinstance(source, Curves)
+    assert isinstance(source, IndependentCurves)
     assert source.curves == curves
     assert source.drafters == tuple(curves)
 

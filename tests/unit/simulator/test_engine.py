@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from simulator.engine import EngineOptions, Prefill, simulate
 from simulator.errors import InvalidInputError
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.policy import ArmChoice, IdleCounts
 from simulator.workload import (
     ClosedLoop,
@@ -76,14 +76,14 @@ def test_a_bank_is_replayed_position_by_position():
     simulate(
         ClosedLoop((WorkloadPhase("p", one, 1, 8),)), surface(), policy, EngineOptions(0, 0.0), 0
     )
-    found = [record.counts.index(1) for record in policy.records]
-    assert found == [2, 0][: len(found)]
+    positions = [record.counts.index(1) for record in policy.records]
+    assert positions == [2, 0][: len(positions)]
     assert policy.asked == 3
     assert [r.kv_tokens for r in policy.records] == [10, 13]
 
 
 def test_equal_seeds_give_equal_runs_and_another_seed_another_one():
-    runs = [simulate(closed(), surface(), Static(surface().arms, 2), EngineOptions(), s)
+    runs = [simulate(closed(), surface(), StaticPolicy(surface().arms, 2), EngineOptions(), s)
             for s in (1, 1, 2)]  # fmt: skip
     assert runs[0].seconds == runs[1].seconds
     assert runs[0].seconds != runs[2].seconds
@@ -163,9 +163,9 @@ def test_outliers_come_as_often_and_as_long_as_asked():
 def test_prompts_in_chunks_take_time_and_mark_the_next_step():
     free, paid = Recorder(), Recorder()
     options = EngineOptions(noise=0.0, prefill=Prefill.CHUNKED, prefill_chunk_tokens=64)
-    without = simulate(closed(), surface(), free, STILL, 0)
-    with_ = simulate(closed(), surface(), paid, options, 0)
-    assert with_.seconds > without.seconds
+    free_run = simulate(closed(), surface(), free, STILL, 0)
+    paid_run = simulate(closed(), surface(), paid, options, 0)
+    assert paid_run.seconds > free_run.seconds
     assert any(r.flags.after_gap for r in paid.records)
     assert not any(r.flags.after_gap for r in free.records)
 
@@ -184,7 +184,7 @@ def test_an_open_loop_waits_for_requests_and_serves_every_one():
 def test_a_phase_of_smaller_concurrency_lets_requests_finish():
     requests = pool()
     loop = ClosedLoop((WorkloadPhase("a", requests, 8, 200), WorkloadPhase("b", requests, 2, 100)))
-    run = simulate(loop, surface(), Static(surface().arms, 0), STILL, 0)
+    run = simulate(loop, surface(), StaticPolicy(surface().arms, 0), STILL, 0)
     sizes = np.array(run.trace.batch_sizes)
     assert sizes.max() == 8
     assert sizes[-1] == 2
@@ -288,7 +288,7 @@ def test_idle_drafters_are_scored_on_the_verified_tokens_and_no_further():
         two_drafters([1, 0, 0, 3, 0, 0, 0, 0, 0, 0], [3, 0, 0, 2, 0, 0, 0, 0, 0, 0]),
     )
     assert [record.counts.index(1) for record in records[:3]] == [1, 0, 3]
-    assert [record.idle for record in records[:3]] == [
+    assert [record.idle_counts for record in records[:3]] == [
         [IdleCounts("eagle", [1, 1, 0], [1, 1, 0])],
         [IdleCounts("eagle", [1, 0, 0], [0, 0, 0])],
         [IdleCounts("eagle", [1, 1, 1], [1, 1, 0])],
@@ -297,10 +297,10 @@ def test_idle_drafters_are_scored_on_the_verified_tokens_and_no_further():
 
 def test_without_a_draft_both_drafters_are_scored_on_the_one_token():
     records = informed((OFF_2, OFF_2, OFF_2), two_drafters([2, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]))
-    assert records[0].idle == [
+    assert records[0].idle_counts == [
         IdleCounts("mtp", [1, 0, 0], [1, 0, 0]), IdleCounts("eagle", [1, 0, 0], [0, 0, 0]),
     ]  # fmt: skip
-    assert [idle.accepted[0] for idle in records[1].idle] == [0, 1]
+    assert [idle.accepted[0] for idle in records[1].idle_counts] == [0, 1]
 
 
 @given(st.integers(0, 7), st.integers(1, 16), st.integers(0, 3))
@@ -315,8 +315,8 @@ def test_what_an_idle_drafter_reached_and_accepted_can_be(arm, batch, seed):
     running = costs.arms[arm]
     names = [d for d in ("mtp", "eagle") if running.gamma == 0 or d != running.drafter]
     for record in policy.records:
-        assert [idle.drafter for idle in record.idle] == names
-        for idle in record.idle:
+        assert [idle.drafter for idle in record.idle_counts] == names
+        for idle in record.idle_counts:
             assert idle.reached[0] == record.batch_size
             for k in range(3):
                 assert 0 <= idle.accepted[k] <= idle.reached[k]
@@ -340,7 +340,7 @@ def test_nobody_else_is_informed_or_pays():
     policy = Recorder((MTP_3,))
     work = ClosedLoop((WorkloadPhase("p", two_drafters([3] * 60, [0] * 60), 1, 60),))
     simulate(work, costs, policy, STILL, 0)
-    assert all(record.idle == [] for record in policy.records)
+    assert all(record.idle_counts == [] for record in policy.records)
     assert policy.records[1].step_seconds == pytest.approx(costs.seconds[MTP_3, 1], rel=1e-3)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from simulator.acceptance_trace import match_lengths
 
 
-def found(tokens, first):
+def find_lengths(tokens, first):
     return match_lengths(np.array(tokens, dtype=np.int64), first).tolist()
 
 
@@ -25,10 +25,10 @@ def by_search(tokens, first):
 
 
 def test_a_copy_is_found_from_its_third_token_on():
-    assert found([1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 8], 8) == [0, 0, 2, 3, 4, 5, 5]
+    assert find_lengths([1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 8], 8) == [0, 0, 2, 3, 4, 5, 5]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_every_length_is_what_a_search_finds(tokens, data):
     first = data.draw(st.integers(0, len(tokens)))
-    assert found(tokens, first) == by_search(tokens, first)
+    assert find_lengths(tokens, first) == by_search(tokens, first)

@@ -29,9 +29,9 @@ def row(surface, drafter, gamma):
     return surface.seconds[surface.arms.index(Arm(drafter, gamma))]
 
 
-@pytest.mark.parametrize("name", published.names())
+@pytest.mark.parametrize("name", published.surface_names())
 def test_every_surface_is_whole_and_never_gets_cheaper(name):
-    surface = published.surface(name)
+    surface = published.published_surface(name)
     assert surface.name == name
     assert surface.seconds.shape == (len(surface.arms), surface.max_batch_size + 1)
     assert surface.kv_seconds.shape == (len(surface.arms),)
@@ -49,10 +49,10 @@ def test_every_surface_is_whole_and_never_gets_cheaper(name):
 @pytest.mark.parametrize("name", TABLE_5)
 def test_table_5_comes_back_exactly(name):
     table = [float(value) / 1e3 for value in TABLE_5[name].split()]
-    plain = row(published.surface(name, gammas=[0]), "eagle3", 0)
+    plain = row(published.published_surface(name, gammas=[0]), "eagle3", 0)
     np.testing.assert_array_equal([plain[2**i] for i in range(len(table))], table)
     assert len(plain) == 2 ** (len(table) - 1) + 1
-    deep = published.surface(name, gammas=[3])
+    deep = published.published_surface(name, gammas=[3])
     assert row(deep, "eagle3", 3)[8] == pytest.approx(3 * D_0[name] / 1e3 + table[5], rel=1e-12)
 
 
@@ -60,7 +60,7 @@ def test_table_5_comes_back_exactly(name):
 def test_between_and_behind_its_points_the_table_is_linear(name):
     table = [float(value) / 1e3 for value in TABLE_5[name].split()]
     last = 2 ** (len(table) - 1)
-    wide = published.surface(name, gammas=[0], max_batch_size=2 * last, extrapolate=True)
+    wide = published.published_surface(name, gammas=[0], max_batch_size=2 * last, extrapolate=True)
     plain = row(wide, "eagle3", 0)
     assert plain[3] == pytest.approx((table[1] + table[2]) / 2)
     assert plain[2 * last] == pytest.approx(table[-1] + 2 * (table[-1] - table[-2]))
@@ -68,12 +68,14 @@ def test_between_and_behind_its_points_the_table_is_linear(name):
 
 def test_a_batch_that_was_never_measured_has_to_be_meant():
     with pytest.raises(InvalidInputError, match="batches of 1 to 128 are known"):
-        published.surface("tide-gpt-oss-120b", [3], max_batch_size=129)
+        published.published_surface("tide-gpt-oss-120b", [3], max_batch_size=129)
     for name in (LLAMA, QWEN):
-        largest = published.surface(name).max_batch_size
+        largest = published.published_surface(name).max_batch_size
         with pytest.raises(InvalidInputError, match=f"batches of 1 to {largest} are known"):
-            published.surface(name, max_batch_size=largest + 1)
-    wide = published.surface("tide-gpt-oss-120b", [3], max_batch_size=129, extrapolate=True)
+            published.published_surface(name, max_batch_size=largest + 1)
+    wide = published.published_surface(
+        "tide-gpt-oss-120b", [3], max_batch_size=129, extrapolate=True
+    )
     assert wide.max_batch_size == 129
 
 
@@ -90,12 +92,12 @@ def test_a_batch_that_was_never_measured_has_to_be_meant():
 )
 def test_measured_batches_end_where_the_publication_does(name, gamma_max, sizes):
     assert published.measured_batch_sizes(name, gamma_max) == sizes
-    largest = published.surface(name, [gamma_max]).max_batch_size
+    largest = published.published_surface(name, [gamma_max]).max_batch_size
     assert largest == sizes[-1]
 
 
 def test_the_fit_is_the_published_one():
-    surface = published.surface(LLAMA)
+    surface = published.published_surface(LLAMA)
     batch, gamma, kv = 16, 5, 16 * 512
     verify = 5.88590713e-3 + 2.10103129e-5 * batch * (gamma + 1) + 3.92645679e-8 * kv
     eagle = 2.13526175e-3 + 8.41429603e-7 * gamma * batch + 2.37768493e-9 * kv
@@ -113,7 +115,7 @@ def test_the_fit_is_the_published_one():
 
 
 def test_drafters_take_only_the_draft_lengths_that_they_can_do():
-    surface = published.surface(QWEN, gammas=[4, 12])
+    surface = published.published_surface(QWEN, gammas=[4, 12])
     assert [(d.name, d.gammas) for d in surface.drafters] == [
         ("mtp", (0, 4)),
         ("dflash", (0, 4, 12)),
@@ -122,7 +124,7 @@ def test_drafters_take_only_the_draft_lengths_that_they_can_do():
 
 def test_plain_decoding_costs_the_same_whichever_drafter_stands_by():
     for name in (LLAMA, QWEN):
-        surface = published.surface(name)
+        surface = published.published_surface(name)
         first, second = (row(surface, drafter.name, 0) for drafter in surface.drafters)
         np.testing.assert_array_equal(first, second)
 
@@ -135,13 +137,15 @@ def test_curves_are_there_where_they_were_published():
     assert sum(curves["dflash"]) == pytest.approx(3.4, abs=0.05)
     for curve in curves.values():
         assert list(curve) == sorted(curve, reverse=True)
-    assert not any(published.acceptance_curves(name) for name in published.names() if name != QWEN)
+    assert not any(
+        published.acceptance_curves(name) for name in published.surface_names() if name != QWEN
+    )
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        published.surface,
+        published.published_surface,
         published.acceptance_curves,
         lambda n: published.measured_batch_sizes(n, 1),
     ],
@@ -149,15 +153,15 @@ def test_curves_are_there_where_they_were_published():
 def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(call):
     with pytest.raises(InvalidInputError, match="'tide'") as caught:
         call("tide")
-    assert all(name in str(caught.value) for name in published.names())
+    assert all(name in str(caught.value) for name in published.surface_names())
 
 
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (lambda: published.surface(QWEN, [17]), "no drafter of it drafts 17"),
-        (lambda: published.surface(LLAMA, [-1]), "are not all in 0..64"),
-        (lambda: published.surface(LLAMA, max_batch_size=0), "max_batch_size 0"),
+        (lambda: published.published_surface(QWEN, [17]), "no drafter of it drafts 17"),
+        (lambda: published.published_surface(LLAMA, [-1]), "are not all in 0..64"),
+        (lambda: published.published_surface(LLAMA, max_batch_size=0), "max_batch_size 0"),
         (lambda: published.measured_batch_sizes(LLAMA, -1), "draft length of -1"),
         (lambda: published.measured_batch_sizes(QWEN, 17), "draft length of 17"),
     ],
@@ -168,4 +172,4 @@ def test_sizes_that_are_not_known_are_refused(call, fault):
 
 
 def test_every_table_is_a_surface():
-    assert set(TIDE_MODELS) == set(TABLE_5) < set(published.names())
+    assert set(TIDE_MODELS) == set(TABLE_5) < set(published.surface_names())

@@ -2,12 +2,12 @@
 
 import pytest
 
-from controller.core.cost.roofline import device
+from controller.core.cost.roofline import device_from_data_sheet
 from controller.core.model_shapes import LinearAttention
 from simulator.published_qwen import DRAFTERS, SURVIVAL, TARGET, expected_accepted
 from tests.support.drafting import draft_seconds, state_bytes
 
-B200 = device("B200")
+B200 = device_from_data_sheet("B200")
 
 
 def test_the_state_of_a_sequence_weighs_33_megabytes_and_a_context_token_20480_bytes():

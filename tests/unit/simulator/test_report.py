@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.cli.output import print_table, print_words
+from controller.cli.output import print_table, print_wrapped
 from simulator.errors import InvalidInputError
-from simulator.report.bars import bars
+from simulator.report.bars import judge_bars
 from simulator.report.html import render_html
 from simulator.report.text import render_text
 from simulator.results import (
@@ -68,8 +68,8 @@ scenarios = st.builds(
 
 @given(st.lists(scenarios, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_json_comes_back_as_it_went(found):
-    there = report(*found)
+def test_json_comes_back_as_it_went(scenario_reports):
+    there = report(*scenario_reports)
     assert from_json(to_json(there)) == there
 
 
@@ -140,7 +140,7 @@ def text_of(capsys, monkeypatch):
         monkeypatch.setenv("TERM", "xterm")
         for part in render_text(there):
             if isinstance(part, str):
-                print_words(part)
+                print_wrapped(part)
             else:
                 print_table(part)
         return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
@@ -157,7 +157,7 @@ def test_tables_fit_any_terminal(width, count, text_of):
 
 
 def bar(there, name):
-    return next(b for b in bars(there) if b.name.startswith(name))
+    return next(b for b in judge_bars(there) if b.name.startswith(name))
 
 
 def test_bars_hold_at_their_border_and_not_below():
@@ -183,12 +183,12 @@ def test_to_beat_is_more_than_to_equal():
 
 def test_the_worst_scenario_is_named():
     there = report(scenario("good"), scenario("bad", policy(oracle=0.9)))
-    found = bar(there, "shifting: against the oracle")
-    assert (found.found, found.where, found.holds) == (0.9, "bad", False)
+    bar_result = bar(there, "shifting: against the oracle")
+    assert (bar_result.actual, bar_result.where, bar_result.holds) == (0.9, "bad", False)
 
 
 def test_without_the_controller_there_are_no_bars():
-    assert bars(report(scenario("x", policy("tide", PolicyOrigin.RESTATED)))) == ()
+    assert judge_bars(report(scenario("x", policy("tide", PolicyOrigin.RESTATED)))) == ()
 
 
 LATENCY = Latency(Spread(0.0101, 0.0102, 0.0303), Spread(0.0044, 0.0045, 0.0066), Spread(1, 2, 3.5))

@@ -143,9 +143,9 @@ def test_plain_decoding_that_was_measured_once_serves_every_drafter():
     both = dataclasses.replace(
         one, drafters=one.drafters + other.drafters, cells=one.cells + other.cells
     )
-    found = profile_table(both, "dflash")
-    assert (found.gammas, found.batch_sizes) == ((0, 3), (1, 4))
-    assert found.seconds.tolist() == [[0.1, 0.3], [0.5, 0.6]]
+    table = profile_table(both, "dflash")
+    assert (table.gammas, table.batch_sizes) == ((0, 3), (1, 4))
+    assert table.seconds.tolist() == [[0.1, 0.3], [0.5, 0.6]]
     assert profile_table(both, "mtp").gammas == (0, 2)
 
 

@@ -10,13 +10,13 @@ from simulator.comparison.run import run_seed
 from simulator.comparison.summary import summarise
 from simulator.engine import simulate
 from simulator.errors import InvalidInputError
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.scenarios import scenario_file
-from simulator.scenarios.scenario_file import load_scenario, scenario_text, standard
+from simulator.scenarios.scenario_file import load_scenario, scenario_text, standard_scenarios
 from simulator.workload import ClosedLoop
-from tests.support.golden import golden, same
+from tests.support.golden import golden, is_close
 
-SUITE = {scenario.name: scenario for scenario in standard()}
+SUITE = {scenario.name: scenario for scenario in standard_scenarios()}
 
 
 def test_every_known_trap_has_a_scenario():
@@ -45,7 +45,7 @@ def test_every_blind_spot_has_a_scenario(pattern: str):
 
 
 def test_names_are_unique_and_workloads_are_repeatable():
-    files = list(scenario_file.FOLDER.rglob("*.yaml"))
+    files = list(scenario_file.SUITE_FOLDER.rglob("*.yaml"))
     assert len(SUITE) == len(files)
     first, again = SUITE["traffic/B=16"].workload(3), SUITE["traffic/B=16"].workload(3)
     assert isinstance(first, ClosedLoop)
@@ -96,14 +96,14 @@ def test_scenarios_that_were_there_before_files_give_the_same_numbers(name: str,
         simulate(
             scenario.workload(seed),
             scenario.surface,
-            Static(scenario.surface.arms, index),
+            StaticPolicy(scenario.surface.arms, index),
             scenario.options,
             seed,
         )
         for seed in range(scenario.seeds)
     ]
     rate = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
-    assert same(rate, numbers["tokens_per_second"][arm])
+    assert is_close(rate, numbers["tokens_per_second"][arm])
 
 
 def test_a_wrong_profile_is_as_wrong_as_it_says():

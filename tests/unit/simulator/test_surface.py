@@ -88,7 +88,7 @@ def test_a_profile_comes_out_of_the_surface_that_it_went_into():
     )
     kinds = {"x": DrafterKind.NGRAM, "another": DrafterKind.DFLASH}
     surface = profile_surface("p.json", profile, kinds)
-    assert surface.profile(profile.fingerprint, [1, 8]) == profile
+    assert surface.make_profile(profile.fingerprint, [1, 8]) == profile
     assert [d.kind for d in surface.drafters] == [DrafterKind.MTP, DrafterKind.NGRAM]
     assert surface.catch_up_seconds_per_token == 1e-5
 
@@ -161,7 +161,7 @@ def test_profiles_are_measured_at_powers_of_two_and_the_limit():
 
 def test_some_drafters_of_a_surface():
     tables = {name: table([1, 8], {0: [1.0, 2.0], 2: [2.0, 3.0]}) for name in ("a", "b", "c")}
-    surface = table_surface("t", tables).only("c", "a")
+    surface = table_surface("t", tables).with_drafters("c", "a")
     assert surface.arms == (Arm("a", 0), Arm("a", 2), Arm("c", 0), Arm("c", 2))
     assert surface.seconds.shape == (4, 9)
     assert surface.kv_seconds.shape == (4,)

@@ -8,24 +8,24 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.wire.explanations import explain
 from simulator import published
-from simulator.cold_start import KINDS
+from simulator.cold_start import TRAFFIC_CURVES
 from simulator.controller_policy import FINGERPRINT, ControllerPolicy
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 from simulator.engine import EngineOptions, RunResult, simulate
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.policy import Policy
 from simulator.sources import ClosedSource, PhaseSpec
 from simulator.surface import profile_sizes
 
-SURFACE = published.surface("h100-llama3.1-8b").only("eagle")
+SURFACE = published.published_surface("h100-llama3.1-8b").with_drafters("eagle")
 BATCH = SURFACE.max_batch_size
-PROFILE = SURFACE.profile(FINGERPRINT, profile_sizes(BATCH))
+PROFILE = SURFACE.make_profile(FINGERPRINT, profile_sizes(BATCH))
 TOLERANCE = 1.02
 
 
 def run(kind: str, policy: Policy, batch: int = BATCH) -> RunResult:
-    curve = [*KINDS[kind], *[KINDS[kind][-1]] * 8]
-    phase = PhaseSpec("only", Curves(kind, {"eagle": curve}), batch, batch * 800)
+    curve = [*TRAFFIC_CURVES[kind], *[TRAFFIC_CURVES[kind][-1]] * 8]
+    phase = PhaseSpec("only", IndependentCurves(kind, {"eagle": curve}), batch, batch * 800)
     return simulate(ClosedSource((phase,))(0), SURFACE, policy, EngineOptions(), 0)
 
 
@@ -37,7 +37,7 @@ def tpot(result: RunResult) -> float:
 @cache
 def statics(kind: str) -> list[RunResult]:
     """By draft length."""
-    return [run(kind, Static(SURFACE.arms, i)) for i in range(len(SURFACE.arms))]
+    return [run(kind, StaticPolicy(SURFACE.arms, i)) for i in range(len(SURFACE.arms))]
 
 
 def ours(bound: float, policy: str, tide_gamma: int = 8) -> ControllerPolicy:
@@ -47,10 +47,10 @@ def ours(bound: float, policy: str, tide_gamma: int = 8) -> ControllerPolicy:
 
 @pytest.mark.parametrize("kind", ["code", "prose"])
 def test_at_one_batch_size_the_fastest_arm_takes_the_least_time_per_token(kind: str):
-    found = statics(kind)
-    by_rate = sorted(found, key=lambda result: -result.rate)
-    assert by_rate == sorted(found, key=tpot)
-    for result in found:
+    results = statics(kind)
+    by_rate = sorted(results, key=lambda result: -result.rate)
+    assert by_rate == sorted(results, key=tpot)
+    for result in results:
         assert tpot(result) * result.rate == pytest.approx(BATCH, rel=0.01)
 
 
@@ -84,7 +84,7 @@ def test_what_the_bound_excludes_is_shown():
     assert state.excluded is not None
     assert state.excluded.gamma == 8
     assert "bound of 7 ms a token excludes eagle gamma 8" in (
-        policy.controller.force(None).reason_detail
+        policy.controller.force_arm(None).reason_detail
     )
 
 
@@ -94,10 +94,10 @@ def test_an_override_bounds_as_the_setting_does(policy: str):
     rule = Rule(tpot_max_seconds=0.007)
     slow = Override("slow", Scope(ScopeKind.FLEET), rule, "ann", "because")
     by_override.controller.set_overrides([slow])
-    found = [run("code", one) for one in (by_setting, by_override)]
+    results = [run("code", one) for one in (by_setting, by_override)]
     # The first step runs before the override is heard of.
-    assert found[1].rate == pytest.approx(found[0].rate, rel=0.01)
-    assert tpot(found[1]) <= TOLERANCE * 0.007
+    assert results[1].rate == pytest.approx(results[0].rate, rel=0.01)
+    assert tpot(results[1]) <= TOLERANCE * 0.007
     state = explain(by_override.controller, BATCH).bound
     assert state is not None
     assert state.bound.override_id == "slow"

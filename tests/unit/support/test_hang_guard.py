@@ -127,8 +127,8 @@ def test_without_workers_the_run_ends_with_the_stack(tmp_path: Path):
 
 def test_a_run_that_is_ended_names_what_ran_and_shows_where(tmp_path: Path):
     with start(tmp_path, LONG, "-n", "1", timeout=600, more=HEARD) as process:
-        eventually((tmp_path / "runs").exists, what="the test runs")
-        eventually((tmp_path / "heard").exists, what="the run knows that it does")
+        eventually((tmp_path / "runs").exists, description="the test runs")
+        eventually((tmp_path / "heard").exists, description="the run knows that it does")
         process.terminate()
         output = end(process)
     assert " s: test_it.py::test_is_long" in output

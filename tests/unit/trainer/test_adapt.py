@@ -20,10 +20,10 @@ from tests.support.training_rounds import (
 from trainer import adapt
 from trainer.adapt import (
     AdaptSettings,
-    acceptance,
-    fine_tuned,
+    acceptance_rate,
+    fine_tune,
     served_acceptance,
-    split,
+    split_signals,
 )
 
 DEPTH = 3
@@ -37,18 +37,18 @@ def target() -> Qwen3Target:
 
 @pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
 def student(request: pytest.FixtureRequest, target: Qwen3Target) -> DraftStudent:
-    made: DraftStudent = request.param(target)
-    return made
+    draft_student: DraftStudent = request.param(target)
+    return draft_student
 
 
 def test_every_so_many_th_is_held_out(target: Qwen3Target):
     signals = [make_signal(target, seed, 8) for seed in range(11)]
-    train, held = split(signals, 5)
+    train, held = split_signals(signals, 5)
     assert held == [signals[4], signals[9]]
     assert train == [one for one in signals if one is not signals[4] and one is not signals[9]]
-    assert [len(part) for part in split(signals[:2], 5)] == [1, 1]
+    assert [len(part) for part in split_signals(signals[:2], 5)] == [1, 1]
     with pytest.raises(ValueError, match="cannot be split"):
-        split(signals[:1], 5)
+        split_signals(signals[:1], 5)
 
 
 def test_the_rate_in_service_is_that_of_all_drafts(target: Qwen3Target):
@@ -57,31 +57,34 @@ def test_the_rate_in_service_is_that_of_all_drafts(target: Qwen3Target):
     assert served_acceptance([replace(one, accepted=0, tried=0)]) is None
 
 
-def with_prompt(found: Signal, context: int, start: int = 0) -> Signal:
+def with_prompt(signal: Signal, context: int, start: int = 0) -> Signal:
     """The same with its first positions as those of a prompt."""
     return replace(
-        found,
-        top_tokens=found.top_tokens[context:],
-        top_logs=found.top_logs[context:],
+        signal,
+        top_tokens=signal.top_tokens[context:],
+        top_logs=signal.top_logs[context:],
         context=context,
         start=start,
     )
 
 
-def by_chains(student: DraftStudent, found: Signal, depth: int, at: int = 16) -> float:
+def by_chains(student: DraftStudent, signal: Signal, depth: int, position: int = 16) -> float:
     """The same, as a server goes: one greedy chain after the other."""
     accepted = tried = 0
-    while at + depth + 1 < len(found.tokens):
-        features, tokens = found.features[None, : at + 1].float(), found.tokens[None, : at + 2]
+    while position + depth + 1 < len(signal.tokens):
+        features, tokens = (
+            signal.features[None, : position + 1].float(),
+            signal.tokens[None, : position + 2],
+        )
         if isinstance(student, DFlashStudent):
             drafts = student.greedy_block(features, tokens)[0, :depth]
         else:
             drafts = student.greedy_chain(features, tokens, depth)[0]
-        served = found.tokens[at + 2 : at + 2 + depth]
+        served = signal.tokens[position + 2 : position + 2 + depth]
         run = int((drafts == served).long().cumprod(0).sum())
         accepted += run
         tried += min(run + 1, depth)
-        at += run + 1
+        position += run + 1
     return accepted / tried
 
 
@@ -89,11 +92,11 @@ def by_chains(student: DraftStudent, found: Signal, depth: int, at: int = 16) ->
 def test_the_expected_rate_is_that_of_drafting_step_by_step(
     target: Qwen3Target, student: DraftStudent, seed: int
 ):
-    found = make_signal(target, seed)
-    trained = fine_tuned(student, [found], AdaptSettings(passes=40, learning_rate=3e-3))
-    expected = by_chains(trained, found, DEPTH)
+    signal = make_signal(target, seed)
+    trained = fine_tune(student, [signal], AdaptSettings(passes=40, learning_rate=3e-3))
+    expected = by_chains(trained, signal, DEPTH)
     assert expected > 0
-    assert acceptance(trained, [found], DEPTH) == pytest.approx(expected)
+    assert acceptance_rate(trained, [signal], DEPTH) == pytest.approx(expected)
 
 
 # Where not all of the prompt is known, as many positions as elsewhere are passed over.
@@ -103,15 +106,15 @@ def test_the_expected_rate_is_that_of_drafting_step_by_step(
 def test_behind_a_prompt_the_first_drafts_count(
     target: Qwen3Target, student: DraftStudent, context: int, start: int, first: int
 ):
-    found = make_signal(target, 1)
-    trained = fine_tuned(student, [found], AdaptSettings(passes=15, learning_rate=3e-3))
+    signal = make_signal(target, 1)
+    trained = fine_tune(student, [signal], AdaptSettings(passes=15, learning_rate=3e-3))
     # Here other tokens were served than it drafts, so that the first position matters.
     for part in (slice(6, 15), slice(19, 28)):
-        found.tokens[part] = (found.tokens[part] + 1) % SHAPE.vocabulary
-    expected = {at: by_chains(trained, found, DEPTH, at) for at in (3, 16, 29)}
+        signal.tokens[part] = (signal.tokens[part] + 1) % SHAPE.vocabulary
+    expected = {position: by_chains(trained, signal, DEPTH, position) for position in (3, 16, 29)}
     assert len(set(expected.values())) == 3
     # Attention sees how far apart positions are, and not where they begin.
-    rate = acceptance(trained, [with_prompt(found, context, start)], DEPTH)
+    rate = acceptance_rate(trained, [with_prompt(signal, context, start)], DEPTH)
     assert rate == pytest.approx(expected[first])
 
 
@@ -119,58 +122,58 @@ def test_a_prompt_does_not_teach_unless_it_is_asked_to(target: Qwen3Target, stud
     one = with_prompt(make_signal(target, 1), 20)
 
     def weights(signal: Signal, **settings: bool) -> torch.Tensor:
-        made = fine_tuned(student, [signal], AdaptSettings(passes=2, **settings))
-        return torch.cat([part.detach().flatten() for part in made.parameters()])
+        tuned_student = fine_tune(student, [signal], AdaptSettings(passes=2, **settings))
+        return torch.cat([part.detach().flatten() for part in tuned_student.parameters()])
 
     assert not torch.equal(weights(one), weights(one, teach_prompts=True))
-    round_ = adapt._round([one], torch.device("cpu"), teach_prompts=False)
-    assert round_.taught[0].tolist() == [False] * 20 + [True] * 28
+    round_ = adapt._make_round([one], torch.device("cpu"), teach_prompts=False)
+    assert round_.has_target[0].tolist() == [False] * 20 + [True] * 28
     assert torch.equal(round_.top_tokens[0, 20:].int(), one.top_tokens)
-    taught = adapt._round([one], torch.device("cpu"), teach_prompts=True)
-    assert taught.taught.all()
+    taught = adapt._make_round([one], torch.device("cpu"), teach_prompts=True)
+    assert taught.has_target.all()
     assert torch.equal(taught.top_tokens[0, :20, 0], one.tokens[1:21])
     assert torch.equal(taught.top_logs[0, :20].exp().sum(-1), torch.ones(20))
 
 
 def test_a_signal_too_short_to_draft_on_counts_nothing(target: Qwen3Target, student: DraftStudent):
-    assert acceptance(student, [make_signal(target, 1, DEPTH + 1)], DEPTH) == 0
+    assert acceptance_rate(student, [make_signal(target, 1, DEPTH + 1)], DEPTH) == 0
 
 
 def test_training_raises_what_held_out_signals_accept_and_leaves_the_old_one(
     target: Qwen3Target, student: DraftStudent
 ):
     signals = [make_signal(target, seed, LENGTH - seed % 7) for seed in range(30)]
-    train, held = split(signals, 5)
+    train, held = split_signals(signals, 5)
     before = {name: part.clone() for name, part in student.named_parameters()}
-    told: list[tuple[float, float]] = []
-    made = fine_tuned(
+    progress: list[tuple[float, float]] = []
+    tuned_student = fine_tune(
         student,
         train,
         AdaptSettings(passes=20, batch=6, learning_rate=3e-3),
-        lambda *said: told.append(said),
+        lambda *update: progress.append(update),
     )
-    assert acceptance(made, held, DEPTH) > acceptance(student, held, DEPTH) + 0.1
+    assert acceptance_rate(tuned_student, held, DEPTH) > acceptance_rate(student, held, DEPTH) + 0.1
     assert all(torch.equal(part, before[name]) for name, part in student.named_parameters())
-    assert [share for share, _ in told] == pytest.approx([(k + 1) / 80 for k in range(80)])
-    assert told[-1][1] < told[0][1]
+    assert [share for share, _ in progress] == pytest.approx([(k + 1) / 80 for k in range(80)])
+    assert progress[-1][1] < progress[0][1]
 
 
 def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: DraftStudent):
     signals = [make_signal(target, seed) for seed in range(6)]
 
-    def made(seed: int) -> torch.Tensor:
-        found = fine_tuned(student, signals, AdaptSettings(passes=2, batch=2, seed=seed))
-        return torch.cat([part.detach().flatten() for part in found.parameters()])
+    def train_weights(seed: int) -> torch.Tensor:
+        tuned_student = fine_tune(student, signals, AdaptSettings(passes=2, batch=2, seed=seed))
+        return torch.cat([part.detach().flatten() for part in tuned_student.parameters()])
 
-    assert torch.equal(made(3), made(3))
-    assert not torch.equal(made(3), made(4))
+    assert torch.equal(train_weights(3), train_weights(3))
+    assert not torch.equal(train_weights(3), train_weights(4))
 
 
 def test_numbers_that_are_none_end_the_training(target: Qwen3Target, student: DraftStudent):
     broken = make_signal(target, 1)
     broken.features[5, 0] = float("nan")
     with pytest.raises(NotFiniteError):
-        fine_tuned(student, [make_signal(target, 2), broken], AdaptSettings())
+        fine_tune(student, [make_signal(target, 2), broken], AdaptSettings())
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,8 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, float]):
 
 
 def test_a_block_is_trained_whole_and_drafts_no_more_than_it_has(target: Qwen3Target):
-    block, found = make_block_student(target, block=5), make_signal(target, 3)
-    made = fine_tuned(block, [found], AdaptSettings(passes=2, depth=9))
-    assert acceptance(made, [found], 9) == acceptance(made, [found], 4)
+    block, signal = make_block_student(target, block=5), make_signal(target, 3)
+    tuned_student = fine_tune(block, [signal], AdaptSettings(passes=2, depth=9))
+    assert acceptance_rate(tuned_student, [signal], 9) == acceptance_rate(
+        tuned_student, [signal], 4
+    )

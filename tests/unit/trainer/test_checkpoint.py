@@ -15,7 +15,7 @@ from lab.cpu_engine.models.targets import (
     Qwen3Target,
     save_target,
 )
-from trainer.checkpoint import load_dflash, load_draft, save_dflash, save_draft
+from trainer.checkpoint import load_dflash, load_eagle3, save_dflash, save_eagle3
 
 SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=2, vocabulary=97, max_positions=128
@@ -23,9 +23,9 @@ SHAPE = DecoderShape(
 
 
 def test_a_draft_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
-    student = Eagle3Student(Eagle3Shape(SHAPE.with_layers(1), (0, 3, 5)), torch.randn(97, 48))
-    save_draft(student, tmp_path)
-    back = load_draft(tmp_path, student.embedding)
+    student = Eagle3Student(Eagle3Shape(SHAPE.replace_layers(1), (0, 3, 5)), torch.randn(97, 48))
+    save_eagle3(student, tmp_path)
+    back = load_eagle3(tmp_path, student.embedding)
     assert back.shape == student.shape
     assert set(back.state_dict()) == set(student.state_dict())
     for name, tensor in student.state_dict().items():
@@ -33,8 +33,9 @@ def test_a_draft_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
 
 
 def test_a_draft_file_holds_exactly_the_published_names_and_shapes(tmp_path: Path) -> None:
-    save_draft(
-        Eagle3Student(Eagle3Shape(SHAPE.with_layers(1), (0, 3, 5)), torch.randn(97, 48)), tmp_path
+    save_eagle3(
+        Eagle3Student(Eagle3Shape(SHAPE.replace_layers(1), (0, 3, 5)), torch.randn(97, 48)),
+        tmp_path,
     )
     shapes = {
         name: tuple(tensor.shape)
@@ -70,7 +71,7 @@ def test_a_dflash_draft_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> N
 
 
 def test_a_dflash_file_holds_exactly_the_published_names(tmp_path: Path) -> None:
-    shape = DFlashShape(SHAPE.with_layers(1), (0, 3, 5), block=4, mask_token=7)
+    shape = DFlashShape(SHAPE.replace_layers(1), (0, 3, 5), block=4, mask_token=7)
     save_dflash(DFlashStudent(shape, torch.randn(97, 48)), tmp_path)
     layer = "layers.0"
     assert set(load_file(tmp_path / "model.safetensors")) == {
@@ -87,8 +88,8 @@ def test_a_dflash_file_holds_exactly_the_published_names(tmp_path: Path) -> None
 
 
 def test_draft_tokens_are_target_tokens(tmp_path: Path) -> None:
-    save_draft(
-        Eagle3Student(Eagle3Shape(SHAPE.with_layers(1), (0, 3)), torch.randn(97, 48)), tmp_path
+    save_eagle3(
+        Eagle3Student(Eagle3Shape(SHAPE.replace_layers(1), (0, 3)), torch.randn(97, 48)), tmp_path
     )
     maps = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))

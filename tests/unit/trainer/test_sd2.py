@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional
 
 from tests.support.training_rounds import LAYERS, SHAPE
-from trainer.sd2 import Sd2Draft, Sd2Shape, divergence, greedy_chain, load_sd2, offsets, save_sd2
+from trainer.sd2 import (
+    Sd2Draft,
+    Sd2Shape,
+    divergence,
+    draw_random_offsets,
+    greedy_chain,
+    load_sd2,
+    save_sd2,
+)
 
 DECODER = replace(SHAPE, layers=2, mlp=40)
 
@@ -69,11 +77,11 @@ def test_the_bias_enters_before_the_gate(draft: Sd2Draft):
 
 
 def test_each_row_is_steered_by_one_of_the_last_rows():
-    back = offsets(50, 400, 4, torch.Generator().manual_seed(2))
-    behind = torch.arange(50) - back
+    back = draw_random_offsets(50, 400, 4, torch.Generator().manual_seed(2))
+    row_offsets = torch.arange(50) - back
     assert back.min() == 0
-    assert set(behind[:, 3:].unique().tolist()) == {0, 1, 2, 3}
-    shares = torch.bincount(behind[:, 3:].flatten()) / behind[:, 3:].numel()
+    assert set(row_offsets[:, 3:].unique().tolist()) == {0, 1, 2, 3}
+    shares = torch.bincount(row_offsets[:, 3:].flatten()) / row_offsets[:, 3:].numel()
     assert shares.min() > 0.2
 
 
@@ -106,11 +114,11 @@ def test_training_with_steering_finds_what_only_the_hidden_states_tell():
 
     def lesson(steer: bool) -> torch.Tensor:
         text = torch.randint(SHAPE.vocabulary, (8, 20), generator=generator)
-        told = torch.randint(SHAPE.vocabulary, (8, 20), generator=generator)
+        lesson_tokens = torch.randint(SHAPE.vocabulary, (8, 20), generator=generator)
         # The hidden states at p tell the token at p + 2.
-        features = table[told]
+        features = table[lesson_tokens]
         logits = torch.full((8, 20, SHAPE.vocabulary), -8.0)
-        logits[:, 1:].scatter_(2, told[:, :-1, None], 8.0)
+        logits[:, 1:].scatter_(2, lesson_tokens[:, :-1, None], 8.0)
         back = torch.arange(19).expand(8, 19)
         return divergence(draft, text, logits, features if steer else None, back)
 

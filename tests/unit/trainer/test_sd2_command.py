@@ -35,25 +35,25 @@ def model(folder: Path, hidden: int, layers: int, vocabulary: int = WORDS, seed:
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:
-    made = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w1"))
-    made.pre_tokenizer = Whitespace()
-    made.save(str(folder / "tokenizer.json"))
+    word_tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w1"))
+    word_tokenizer.pre_tokenizer = Whitespace()
+    word_tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
-    found = {"target": model(place / "target", 32, 6), "drafter": model(place / "drafter", 16, 2)}
-    for folder in found.values():
+    folders = {"target": model(place / "target", 32, 6), "drafter": model(place / "drafter", 16, 2)}
+    for folder in folders.values():
         tokenizer(folder)
     random = torch.Generator().manual_seed(5)
-    found["texts"] = place / "texts.jsonl"
+    folders["texts"] = place / "texts.jsonl"
     texts = [
         " ".join(f"w{i}" for i in torch.randint(WORDS, (80,), generator=random).tolist())
         for _ in range(12)
     ]
-    found["texts"].write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
-    return found
+    folders["texts"].write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+    return folders
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], *more: str) -> int:
@@ -71,9 +71,9 @@ def test_it_writes_a_drafter_that_is_nearer_to_the_target(
 ) -> None:
     out = tmp_path / "made/steered"
     assert ran(monkeypatch, {**models, "out": out}) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["event"] for line in said] == ["begins", "trains", "written"]
-    assert said[-1]["nats_after"] < said[-1]["nats_before"]
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in events] == ["begins", "trains", "written"]
+    assert events[-1]["nats_after"] < events[-1]["nats_before"]
     draft = load_sd2(out)
     # After layers 3, half of all, and all but 2 of them, from one.
     assert draft.shape.feature_layers == (2, 3)
@@ -154,8 +154,8 @@ def test_bad_input_ends_it_with_a_reason_and_without_a_folder(
 ) -> None:
     asked = spoilt(models, tmp_path, name)
     assert ran(monkeypatch, asked) == 2
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert reason in said["error"]
+    last_event = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert reason in last_event["error"]
     assert not (asked["out"] / "config.json").exists()
 
 

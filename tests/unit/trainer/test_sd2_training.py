@@ -11,11 +11,11 @@ from engine_shim.sglang.training.blocks import LLAMA
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
 from trainer.sd2 import (
     DivergedError,
-    Offsets,
+    OffsetMode,
     Sd2Draft,
     Sd2Shape,
     Sd2Training,
-    blocked_offsets,
+    draw_blocked_offsets,
     train_sd2,
 )
 
@@ -75,33 +75,33 @@ def test_texts_that_go_through_one_after_the_other_teach_the_same(draft: Sd2Draf
 
 def test_the_rate_rises_and_falls_as_in_the_paper() -> None:
     training = Sd2Training(50_000)
-    assert training.rate(0) == pytest.approx(2e-6)
-    assert training.rate(1000) == pytest.approx(2e-5)
-    assert training.rate(25_500) == pytest.approx(2e-5 * 0.55)
-    assert training.rate(49_999) == pytest.approx(2e-6, rel=1e-3)
+    assert training.learning_rate_at(0) == pytest.approx(2e-6)
+    assert training.learning_rate_at(1000) == pytest.approx(2e-5)
+    assert training.learning_rate_at(25_500) == pytest.approx(2e-5 * 0.55)
+    assert training.learning_rate_at(49_999) == pytest.approx(2e-6, rel=1e-3)
     # A short training does not only warm up.
-    assert Sd2Training(400).rate(100) == pytest.approx(2e-5)
+    assert Sd2Training(400).learning_rate_at(100) == pytest.approx(2e-5)
 
 
 def test_blocks_share_the_row_that_steers_them() -> None:
-    back = blocked_offsets(20, 64, 4, torch.Generator().manual_seed(2))
-    behind = torch.arange(20) - back
-    assert behind.min() == 0
-    assert behind.max() == 3
+    back = draw_blocked_offsets(20, 64, 4, torch.Generator().manual_seed(2))
+    row_offsets = torch.arange(20) - back
+    assert row_offsets.min() == 0
+    assert row_offsets.max() == 3
     for row in back.tolist():
         starts = sorted(set(row))[1:]
         assert {b - a for a, b in pairwise(starts)} == {4}
-    assert set(behind[:, 10].tolist()) == {0, 1, 2, 3}
+    assert set(row_offsets[:, 10].tolist()) == {0, 1, 2, 3}
 
 
 def test_training_in_blocks_differs(draft: Sd2Draft) -> None:
-    def losses(which: Offsets) -> list[float]:
+    def losses(which: OffsetMode) -> list[float]:
         torch.manual_seed(3)
         again = Sd2Draft(draft.shape)
         training = Sd2Training(8, batch=4, learning_rate=1e-2, offsets=which)
         return trained(again, training)[1]
 
-    assert losses(Offsets.BLOCKED) != losses(Offsets.RANDOM)
+    assert losses(OffsetMode.BLOCKED) != losses(OffsetMode.RANDOM)
 
 
 def test_a_loss_that_is_none_ends_it(draft: Sd2Draft) -> None:

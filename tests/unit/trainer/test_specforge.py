@@ -17,10 +17,10 @@ from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
-from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, VersionError, Versions
 from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
-from trainer.checkpoint import save_dflash, save_draft
+from trainer.checkpoint import save_dflash, save_eagle3
 from trainer.specforge import (
     ExportError,
     dflash_sample,
@@ -59,39 +59,39 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def student() -> Eagle3Student:
     torch.manual_seed(4)
     embedding = torch.randn(SHAPE.vocabulary, SHAPE.hidden)
-    return Eagle3Student(Eagle3Shape(SQUARE.with_layers(1), LAYERS), embedding)
+    return Eagle3Student(Eagle3Shape(SQUARE.replace_layers(1), LAYERS), embedding)
 
 
 def base_of(student: DraftStudent, folder: Path) -> Versions:
-    found = Versions(folder / FOLDER)
+    base_versions = Versions(folder / FOLDER_NAME)
     parameters = {name: part.detach() for name, part in student.named_parameters()}
-    found.adopt_base(student.shape, parameters, student.borrowed)
-    return found
+    base_versions.adopt_base(student.shape, parameters, student.borrowed)
+    return base_versions
 
 
 @pytest.fixture
 def folder(tmp_path: Path, student: Eagle3Student) -> Path:
     """As an engine leaves it."""
-    found = tmp_path / "signals"
-    base_of(student, found)
-    store = SignalStore(found, 1 << 30)
+    signal_folder = tmp_path / "signals"
+    base_of(student, signal_folder)
+    store = SignalStore(signal_folder, 1 << 30)
     for seed, rows in enumerate((40, 64, 5, 17)):
         store.add(signal(rows, seed))
     # Nothing but a prompt and a few tokens.
     store.add(signal(40, 4, context=36))
-    return found
+    return signal_folder
 
 
 def test_signals_without_last_hidden_states_are_refused(folder: Path, target: Path, tmp_path: Path):
     SignalStore(folder, 1 << 30).add(signal(20, 9, final=False))
     with pytest.raises(ExportError, match="SPECULATION_SIGNALS_FINAL_STATES"):
-        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
+        export_signals(folder, Versions(folder / FOLDER_NAME), 0, target, tmp_path / "out")
 
 
 def test_a_predictor_is_none_of_its_drafters(target: Path, tmp_path: Path):
     torch.manual_seed(6)
     predictor = MtpStudent(
-        MtpShape(SQUARE.with_layers(1)), torch.randn(SHAPE.vocabulary, SHAPE.hidden)
+        MtpShape(SQUARE.replace_layers(1)), torch.randn(SHAPE.vocabulary, SHAPE.hidden)
     )
     versions = base_of(predictor, tmp_path / "signals")
     with pytest.raises(ExportError, match="not multi-token predictors"):
@@ -104,30 +104,30 @@ def test_nothing_to_export_is_said(folder: Path, target: Path, tmp_path: Path):
     for path in folder.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(ExportError, match="no signal"):
-        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
+        export_signals(folder, Versions(folder / FOLDER_NAME), 0, target, tmp_path / "out")
 
 
 def test_a_drafter_of_other_sizes_is_refused(folder: Path, tmp_path: Path):
-    other = replace(SQUARE, mlp=64).with_layers(1)
+    other = replace(SQUARE, mlp=64).replace_layers(1)
     embedding = torch.zeros(SHAPE.vocabulary, SHAPE.hidden)
-    save_draft(Eagle3Student(Eagle3Shape(other, LAYERS), embedding), tmp_path / "draft")
-    versions = Versions(folder / FOLDER)
+    save_eagle3(Eagle3Student(Eagle3Shape(other, LAYERS), embedding), tmp_path / "draft")
+    versions = Versions(folder / FOLDER_NAME)
     with pytest.raises(VersionError, match="mlp"):
         import_draft(tmp_path / "draft", versions)
-    assert versions.numbers() == []
+    assert versions.version_numbers() == []
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(
     folder: Path, tmp_path: Path, student: Eagle3Student
 ):
-    save_draft(with_draft_vocabulary(student, torch.arange(0, 40, 2)), tmp_path / "draft")
-    versions = Versions(folder / FOLDER)
+    save_eagle3(with_draft_vocabulary(student, torch.arange(0, 40, 2)), tmp_path / "draft")
+    versions = Versions(folder / FOLDER_NAME)
     with pytest.raises(VersionError, match="its draft_vocabulary is 20, the engine's drafter has"):
         import_draft(tmp_path / "draft", versions)
     even = with_draft_vocabulary(student, torch.arange(0, 40, 2))
     others = base_of(even, tmp_path / "even")
     assert import_draft(tmp_path / "draft", others) == 1
-    save_draft(with_draft_vocabulary(student, torch.arange(1, 40, 2)), tmp_path / "odd")
+    save_eagle3(with_draft_vocabulary(student, torch.arange(1, 40, 2)), tmp_path / "odd")
     with pytest.raises(VersionError, match="its d2t is not that of the engine's drafter"):
         import_draft(tmp_path / "odd", others)
 
@@ -151,28 +151,28 @@ def test_a_drafter_that_computes_something_else_is_refused(
     changes: dict[str, object],
     reason: str,
 ):
-    save_draft(student, tmp_path / "draft")
+    save_eagle3(student, tmp_path / "draft")
     change_config(tmp_path / "draft", **changes)
     with pytest.raises(VersionError, match=reason):
-        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER_NAME))
 
 
 def test_a_drafter_whose_config_names_no_layers_reads_those_of_the_engine(
     folder: Path, tmp_path: Path, student: Eagle3Student
 ):
-    save_draft(student, tmp_path / "draft")
+    save_eagle3(student, tmp_path / "draft")
     change_config(tmp_path / "draft", eagle_config=None, max_position_embeddings=9000)
-    versions = Versions(folder / FOLDER)
+    versions = Versions(folder / FOLDER_NAME)
     assert import_draft(tmp_path / "draft", versions) == 1
-    found = versions.student(1)
-    assert isinstance(found, Eagle3Student)
-    assert found.shape.feature_layers == LAYERS
+    imported_student = versions.load_student(1)
+    assert isinstance(imported_student, Eagle3Student)
+    assert imported_student.shape.feature_layers == LAYERS
     # And where the engine's names none either, the exported one does not.
     unnamed = replace(student.shape, feature_layers=())
-    made = Eagle3Student(unnamed, student.embedding)
-    save_draft(made, tmp_path / "unnamed")
+    unnamed_student = Eagle3Student(unnamed, student.embedding)
+    save_eagle3(unnamed_student, tmp_path / "unnamed")
     assert "eagle_config" not in json.loads((tmp_path / "unnamed" / "config.json").read_text())
-    assert import_draft(tmp_path / "unnamed", base_of(made, tmp_path / "other")) == 1
+    assert import_draft(tmp_path / "unnamed", base_of(unnamed_student, tmp_path / "other")) == 1
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_drafter_that_specforge_does_not_train_is_not_exported(
 
 
 def test_without_a_drafter_the_export_says_what_is_missing(target: Path, tmp_path: Path):
-    versions = Versions(tmp_path / FOLDER)
+    versions = Versions(tmp_path / FOLDER_NAME)
     with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         export_signals(tmp_path, versions, 0, target, tmp_path / "out")
     with pytest.raises(VersionError, match="no engine has stored its drafter there"):
@@ -214,14 +214,14 @@ def change_config(folder: Path, **changes: object) -> None:
 
 def test_a_folder_that_is_no_drafter_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(VersionError, match="cannot be read as drafter of kind EAGLE3"):
-        import_draft(tmp_path / "nowhere", Versions(folder / FOLDER))
-    assert Versions(folder / FOLDER).numbers() == []
+        import_draft(tmp_path / "nowhere", Versions(folder / FOLDER_NAME))
+    assert Versions(folder / FOLDER_NAME).version_numbers() == []
 
 
 def test_samples_are_the_signals_position_by_position(folder: Path, target: Path, tmp_path: Path):
     with_prompt = signal(30, 5, context=10)
     SignalStore(folder, 1 << 30).add(with_prompt)
-    assert export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out") == 4
+    assert export_signals(folder, Versions(folder / FOLDER_NAME), 0, target, tmp_path / "out") == 4
     place = tmp_path / "out" / "features" / "rows_0-2000"
     known = [*(signal(rows, seed) for seed, rows in ((0, 40), (1, 64), (3, 17))), with_prompt]
     for number, one in enumerate(known):
@@ -234,17 +234,17 @@ def test_samples_are_the_signals_position_by_position(folder: Path, target: Path
         assert sample["loss_mask"].tolist() == taught
     # A block that begins at the first position of all would have no context.
     for one in known:
-        found = dflash_sample(one)
-        assert torch.equal(found["hidden_states"], one.features)
+        training_sample = dflash_sample(one)
+        assert torch.equal(training_sample["hidden_states"], one.features)
         first = max(one.context, 1)
         taught = [position >= first for position in range(len(one.tokens))]
-        assert found["loss_mask"].tolist() == taught
+        assert training_sample["loss_mask"].tolist() == taught
 
 
 def test_an_export_appears_whole_or_not_at_all(
     folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    versions, out = Versions(folder / FOLDER), tmp_path / "exports" / "out"
+    versions, out = Versions(folder / FOLDER_NAME), tmp_path / "exports" / "out"
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -287,18 +287,18 @@ def test_an_export_to_a_full_disk_leaves_nothing(
     most: int, folder: Path, target: Path, tmp_path: Path
 ):
     with files_of_at_most(most), pytest.raises(OSError, match="out cannot be written"):
-        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
+        export_signals(folder, Versions(folder / FOLDER_NAME), 0, target, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
 def test_an_import_to_a_full_disk_leaves_no_version(
     folder: Path, tmp_path: Path, student: Eagle3Student
 ):
-    save_draft(student, tmp_path / "draft")
-    before = sorted((folder / FOLDER).iterdir())
+    save_eagle3(student, tmp_path / "draft")
+    before = sorted((folder / FOLDER_NAME).iterdir())
     with files_of_at_most(8 << 10), pytest.raises(OSError, match="cannot be written"):
-        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
-    assert sorted((folder / FOLDER).iterdir()) == before
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER_NAME))
+    assert sorted((folder / FOLDER_NAME).iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -322,32 +322,32 @@ def test_a_hostile_config_is_refused(
     content: str | dict[str, object],
     reason: str,
 ):
-    save_draft(student, tmp_path / "draft")
+    save_eagle3(student, tmp_path / "draft")
     if isinstance(content, str):
         (tmp_path / "draft" / "config.json").write_text(content)
     else:
         change_config(tmp_path / "draft", **content)
-    versions = Versions(folder / FOLDER)
+    versions = Versions(folder / FOLDER_NAME)
     with pytest.raises(VersionError, match=reason):
         import_draft(tmp_path / "draft", versions)
-    assert versions.numbers() == []
+    assert versions.version_numbers() == []
 
 
-def without(name: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def drop_part(name: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: part for key, part in parts.items() if key != name}
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (lambda parts: without("fc.weight", parts), "fc.weight"),
+        (lambda parts: drop_part("fc.weight", parts), "fc.weight"),
         (lambda parts: parts | {"more.weight": torch.zeros(2)}, "more.weight"),
         (lambda parts: parts | {"fc.weight": torch.zeros(1, 1)}, "fc.weight"),
         (lambda parts: parts | {"fc.weight": torch.zeros(32, 96, dtype=torch.int8)}, "floating"),
         (lambda parts: parts | {"norm.weight": torch.full((32,), torch.nan)}, "NaN"),
         (lambda parts: parts | {"d2t": torch.zeros(40, 2)}, "cannot be read"),
         (lambda parts: parts | {"embed_tokens.weight": torch.zeros(1 << 20)}, "larger than"),
-        (lambda parts: without("midlayer.self_attn.k_proj.weight", parts), "k_proj"),
+        (lambda parts: drop_part("midlayer.self_attn.k_proj.weight", parts), "k_proj"),
         (lambda parts: {}, "cannot be read"),
     ],
 )
@@ -358,31 +358,31 @@ def test_weights_of_another_kind_are_refused(
     changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     reason: str,
 ):
-    save_draft(student, tmp_path / "draft")
+    save_eagle3(student, tmp_path / "draft")
     weights = tmp_path / "draft" / "model.safetensors"
     save_file(changed(load_file(weights)), weights)
-    versions = Versions(folder / FOLDER)
+    versions = Versions(folder / FOLDER_NAME)
     with pytest.raises(VersionError, match=reason):
         import_draft(tmp_path / "draft", versions)
-    assert versions.numbers() == []
+    assert versions.version_numbers() == []
 
 
 def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path, student: Eagle3Student):
-    save_draft(student, tmp_path / "draft")
+    save_eagle3(student, tmp_path / "draft")
     weights = tmp_path / "draft" / "model.safetensors"
     parts = load_file(weights)
     weights.unlink()
     torch.save(parts, weights.with_name("pytorch_model.bin"))
     with pytest.raises(VersionError, match=r"model\.safetensors"):
-        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER_NAME))
     torch.save(parts, weights)
     with pytest.raises(VersionError, match="cannot be read as drafter of kind EAGLE3"):
-        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER_NAME))
 
 
 def test_a_block_drafter_of_another_kind_is_refused(tmp_path: Path):
     torch.manual_seed(5)
-    shape = DFlashShape(SHAPE.with_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
+    shape = DFlashShape(SHAPE.replace_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
     student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
     versions = base_of(student, tmp_path / "signals")
     changes: dict[str, dict[str, object]] = {
@@ -415,13 +415,13 @@ def test_a_block_drafter_of_another_kind_is_refused(tmp_path: Path):
         ) as raised:
             import_draft(place, versions)
         assert reason in str(raised.value)
-    assert versions.numbers() == []
+    assert versions.version_numbers() == []
 
 
 def test_a_block_drafter_is_imported_wherever_its_config_names_its_sizes(tmp_path: Path):
     """SGLang serves all of them as one drafter."""
     torch.manual_seed(5)
-    shape = DFlashShape(SHAPE.with_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
+    shape = DFlashShape(SHAPE.replace_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
     student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
     versions = base_of(student, tmp_path / "signals")
     sizes = {"target_layer_ids": [0, 1, 2], "mask_token_id": 39}
@@ -443,16 +443,16 @@ def test_a_block_drafter_is_imported_wherever_its_config_names_its_sizes(tmp_pat
             del change["block_size"]
         change_config(place, **change)
         assert import_draft(place, versions) == number
-        found = versions.student(number)
-        assert isinstance(found, DFlashStudent)
-        assert found.shape == shape
+        imported_student = versions.load_student(number)
+        assert isinstance(imported_student, DFlashStudent)
+        assert imported_student.shape == shape
 
 
 def test_an_exported_block_drafter_is_weighed_as_its_paper_suggests(
     folder: Path, target: Path, tmp_path: Path
 ):
     for block, decay in ((8, 4), (16, 7)):
-        shape = DFlashShape(SHAPE.with_layers(2), LAYERS, block, SHAPE.vocabulary - 1)
+        shape = DFlashShape(SHAPE.replace_layers(2), LAYERS, block, SHAPE.vocabulary - 1)
         student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
         out, place = tmp_path / str(block), tmp_path / f"{block}-signals"
         export_signals(folder, base_of(student, place), 0, target, out)
@@ -461,7 +461,7 @@ def test_an_exported_block_drafter_is_weighed_as_its_paper_suggests(
 
 
 def test_a_target_that_is_none_is_refused(folder: Path, target: Path, tmp_path: Path):
-    versions = Versions(folder / FOLDER)
+    versions = Versions(folder / FOLDER_NAME)
 
     def refused(place: Path) -> str:
         with pytest.raises(TargetError) as raised:
@@ -504,7 +504,7 @@ def test_a_target_in_several_files_is_read_by_its_index(folder: Path, target: Pa
     save_file({"vision.embed_tokens.weight.x": embedding}, place / "c.safetensors")
     places = {name: "a.safetensors", "language_model.lm_head.weight": "b.safetensors"}
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    export_signals(folder, Versions(folder / FOLDER), 0, place, tmp_path / "out")
+    export_signals(folder, Versions(folder / FOLDER_NAME), 0, place, tmp_path / "out")
     written = load_file(tmp_path / "out" / "target" / "model.safetensors")
     assert torch.equal(written["model.embed_tokens.weight"], embedding)
     assert torch.equal(written["lm_head.weight"], 2 * embedding)

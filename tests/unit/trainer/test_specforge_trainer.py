@@ -20,11 +20,11 @@ from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, posit
 from engine_shim.sglang.training.online import divergence
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
-from engine_shim.sglang.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, Versions
 from lab.cpu_engine.models.targets import save_target
-from tests.support.specforge_runs import Run, trained
+from tests.support.specforge_runs import Run, train_runs
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
-from trainer.checkpoint import load_dflash, load_draft
+from trainer.checkpoint import load_dflash, load_eagle3
 from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,15 +52,17 @@ class Trained:
     exported: Path
     logged: list[dict[str, Any]]
     versions: Versions
-    made: Path
+    trained_folder: Path
 
     def samples(self) -> list[dict[str, Tensor]]:
-        found = sorted((self.exported / "features").rglob("*.ckpt"))
-        return [torch.load(path) for path in found]
+        checkpoints = sorted((self.exported / "features").rglob("*.ckpt"))
+        return [torch.load(path) for path in checkpoints]
 
     def configuration(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.exported / "specforge.json").read_text())
-        return found
+        specforge_config: dict[str, Any] = json.loads(
+            (self.exported / "specforge.json").read_text()
+        )
+        return specforge_config
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def signals() -> list[Signal]:
     target = make_target()
-    made = []
+    signal_list = []
     for seed, (rows, context) in enumerate(zip(ROWS, CONTEXTS, strict=True)):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(SHAPE.vocabulary, (1, rows), generator=generator)
@@ -91,7 +93,7 @@ def signals() -> list[Signal]:
             final, features = target.hidden_and_features(tokens, LAYERS)
             logs = target(tokens).log_softmax(-1)
         top_logs, top = logs[0, context:].topk(4, dim=-1)
-        made.append(
+        signal_list.append(
             Signal(
                 tokens[0],
                 torch.cat(features, dim=-1)[0].to(torch.bfloat16),
@@ -104,7 +106,7 @@ def signals() -> list[Signal]:
                 context=context,
             )
         )
-    return made
+    return signal_list
 
 
 def students() -> dict[str, DraftStudent]:
@@ -112,19 +114,19 @@ def students() -> dict[str, DraftStudent]:
     embedding = make_target().model.embed_tokens.weight.detach()
     # Nothing that a reader of the config could have by default.
     decoder = replace(SHAPE, rope_base=500.0, norm_epsilon=1e-3)
-    whole = Eagle3Student(Eagle3Shape(decoder.with_layers(1), LAYERS, fc_norm=True), embedding)
-    blocks = DFlashShape(decoder.with_layers(2), LAYERS, 6, SHAPE.vocabulary - 1)
-    found: dict[str, DraftStudent] = {
+    whole = Eagle3Student(Eagle3Shape(decoder.replace_layers(1), LAYERS, fc_norm=True), embedding)
+    blocks = DFlashShape(decoder.replace_layers(2), LAYERS, 6, SHAPE.vocabulary - 1)
+    students_by_name: dict[str, DraftStudent] = {
         "whole": whole,
         "part": with_draft_vocabulary(whole, PART),
         "blocks": DFlashStudent(blocks, embedding),
     }
-    for student in found.values():
+    for student in students_by_name.values():
         with torch.no_grad():
             for part in student.parameters():
                 if part.dim() == 2:
                     part.mul_(4)
-    return found
+    return students_by_name
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,7 @@ def runs(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         store = SignalStore(folder, 1 << 30)
         for signal in signals():
             store.add(signal)
-        versions[name] = Versions(folder / FOLDER)
+        versions[name] = Versions(folder / FOLDER_NAME)
         parameters = {key: part.detach() for key, part in student.named_parameters()}
         versions[name].adopt_base(student.shape, parameters, student.borrowed)
         target = targets["untied" if name == "part" else "tied"]
@@ -149,9 +151,9 @@ def runs(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         if name == "blocks":
             form, more = "hf", ()
         planned[name] = Run(out, form, (*OVERRIDES, *more))
-    logged = trained(*planned.values(), kernel=True)
+    logged = train_runs(*planned.values(), kernel=True)
     return {
-        name: Trained(run.exported, steps, versions[name], run.made)
+        name: Trained(run.exported, steps, versions[name], run.trained_folder)
         for (name, run), steps in zip(planned.items(), logged, strict=True)
     }
 
@@ -186,7 +188,7 @@ def exported_embedding(run: Trained) -> Tensor:
 
 def test_a_chain_has_the_same_loss_here_and_there(runs: dict[str, Trained]) -> None:
     run = runs["whole"]
-    student = load_draft(run.exported / "draft", exported_embedding(run))
+    student = load_eagle3(run.exported / "draft", exported_embedding(run))
     expected = torch.zeros(DEPTH)
     for sample in run.samples():
         targets = target_logits(run, sample, "model.embed_tokens.weight").log_softmax(-1)
@@ -208,7 +210,7 @@ def test_a_draft_vocabulary_and_a_head_of_the_targets_own_mean_the_same(
 ) -> None:
     """SpecForge renormalises over the draft vocabulary, and passes over tokens outside of it."""
     run = runs["part"]
-    student = load_draft(run.exported / "draft", exported_embedding(run))
+    student = load_eagle3(run.exported / "draft", exported_embedding(run))
     assert student.tokens is not None
     expected = torch.zeros(DEPTH)
     for sample in run.samples():
@@ -236,7 +238,7 @@ def test_a_block_has_the_same_loss_here_and_there(runs: dict[str, Trained]) -> N
         anchors = (mask[:-1] * mask[1:]).nonzero().flatten()
         assert anchors[0] == mask.argmax() > 0
         features = sample["hidden_states"][None].float()
-        logs = student.blocks(features, tokens[None], anchors)[0].log_softmax(-1)
+        logs = student.block_logits(features, tokens[None], anchors)[0].log_softmax(-1)
         places = anchors[:, None] + torch.arange(1, student.shape.block)
         weights = position_weights(student.shape.block) * (places < rows)
         taught = tokens[places.clamp_max(rows - 1)]
@@ -250,11 +252,11 @@ def test_what_it_has_trained_becomes_a_version(name: str, runs: dict[str, Traine
     run = runs[name]
     assert len(run.logged) == 2
     assert run.logged[1]["loss"] != run.logged[0]["loss"]
-    assert import_draft(run.made, run.versions) == 1
-    assert run.versions.made(1).imported
-    before = dict(run.versions.student(0).named_parameters())
-    stored = load_file(run.made / "model.safetensors")
-    for key, part in run.versions.student(1).named_parameters():
+    assert import_draft(run.trained_folder, run.versions) == 1
+    assert run.versions.read_origin(1).is_imported
+    before = dict(run.versions.load_student(0).named_parameters())
+    stored = load_file(run.trained_folder / "model.safetensors")
+    for key, part in run.versions.load_student(1).named_parameters():
         assert not torch.equal(part, before[key]), key
     if name != "blocks":
         tokens = PART if name == "part" else torch.arange(SHAPE.vocabulary)
@@ -271,15 +273,18 @@ def test_the_configuration_is_one_for_gpus_and_names_what_is_beside_it(
         "blocks": ("dflash", "model.embed_tokens.weight", 3.0),
     }
     for name, (strategy, head, gamma) in expected.items():
-        found = runs[name].configuration()
-        training, model = found["training"], found["model"]
+        specforge_config = runs[name].configuration()
+        training, model = specforge_config["training"], specforge_config["model"]
         assert training["strategy"] == strategy
         assert training.get("loss_decay_gamma") == gamma
         assert training["fsdp_sharding"] == "SHARD_GRAD_OP"
         assert model["lm_head_key"] == head
-        assert found["data"]["max_length"] == max(ROWS)
+        assert specforge_config["data"]["max_length"] == max(ROWS)
         # No sample is left out, however few there are.
-        assert found["deployment"]["trainer"]["nproc_per_node"] * training["batch_size"] == 3
+        assert (
+            specforge_config["deployment"]["trainer"]["nproc_per_node"] * training["batch_size"]
+            == 3
+        )
         index = json.loads(
             (runs[name].exported / "target" / "model.safetensors.index.json").read_text()
         )

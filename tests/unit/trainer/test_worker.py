@@ -11,12 +11,12 @@ import torch
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.sglang.training.signals import SignalStore
 from engine_shim.sglang.training.students import DraftStudent
-from engine_shim.sglang.training.versions import FOLDER, Made, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, VersionOrigin, Versions
 from speculation.v1.training_pb2 import AttendResponse, TrainingRound
 from tests.support.hostile_sidecar import hostile_sidecar
 from tests.support.training_rounds import make_signal, make_student, make_target
 from trainer.adapt import AdaptSettings
-from trainer.worker import NoEngineError, TrainingWorker, WorkerTarget, _only_engine
+from trainer.worker import NoEngineError, TrainedEngine, TrainingWorker, _find_only_engine
 
 SETTINGS = AdaptSettings(passes=8, batch=4)
 
@@ -28,13 +28,13 @@ class Place:
         self.target = make_target()
         self.student = make_student(self.target)
         self.folder = folder
-        self.versions = Versions(folder / FOLDER)
+        self.versions = Versions(folder / FOLDER_NAME)
         self.versions.adopt_base(
             self.student.shape, self.parameters(self.student), self.student.borrowed
         )
         self.store = SignalStore(folder, 1 << 30)
         self.attendant = TrainingWorker(
-            WorkerTarget("unused", "e", folder, EngineCredentials()), SETTINGS
+            TrainedEngine("unused", "e", folder, EngineCredentials()), SETTINGS
         )
 
     @staticmethod
@@ -47,7 +47,7 @@ class Place:
 
     def round(self, version: int = 0) -> tuple[list[Path], TrainingRound]:
         order = AttendResponse(train_round=4, draft_version=version)
-        return self.attendant._round(order)
+        return self.attendant._run_round(order)
 
 
 @pytest.fixture
@@ -63,8 +63,12 @@ def test_a_round_makes_a_version_and_says_how_good_it_is(place: Place):
     # As the signals say that they were served.
     assert ended.alpha_train == pytest.approx(0.5)
     assert ended.alpha_eval > ended.alpha_before
-    made = place.versions.made(1)
-    assert (made.parent, made.signals, made.alpha_eval) == (0, 16, ended.alpha_eval)
+    new_version = place.versions.read_origin(1)
+    assert (new_version.parent, new_version.signals, new_version.alpha_eval) == (
+        0,
+        16,
+        ended.alpha_eval,
+    )
 
 
 def test_it_goes_on_from_the_version_that_serves(place: Place):
@@ -72,26 +76,26 @@ def test_it_goes_on_from_the_version_that_serves(place: Place):
     first = place.round()[1]
     second = place.round(first.version)[1]
     assert second.alpha_before == pytest.approx(first.alpha_eval)
-    assert place.versions.made(2).parent == 1
+    assert place.versions.read_origin(2).parent == 1
 
 
 def test_an_imported_version_contends(place: Place):
     place.fill()
     best = place.round()[1].version
-    better = place.versions.student(best)
-    place.versions.publish(place.parameters(better), Made(0, 0.0, 0.0, 0.0, 0, 0.0))
+    better = place.versions.load_student(best)
+    place.versions.publish(place.parameters(better), VersionOrigin(0, 0.0, 0.0, 0.0, 0, 0.0))
     place.attendant._settings = AdaptSettings(passes=1, batch=20, learning_rate=1e-6)
     ended = place.round()[1]
     # What a weak round has made from the base is not as good as what was imported.
     assert ended.version == 2
     assert ended.alpha_eval > ended.alpha_before
     # Once it serves, it contends no more.
-    assert list(place.attendant._contenders(2)) == []
+    assert list(place.attendant._imported_versions(2)) == []
 
 
 def test_an_imported_version_that_is_damaged_is_passed_over(place: Place):
     place.fill(8)
-    (place.folder / FOLDER / "00000005.safetensors").write_bytes(b"\0" * 40)
+    (place.folder / FOLDER_NAME / "00000005.safetensors").write_bytes(b"\0" * 40)
     ended = place.round()[1]
     assert (ended.version, ended.error) == (6, "")
 
@@ -104,7 +108,7 @@ def test_what_cannot_be_read_is_passed_over(place: Place):
     place.store.add(broken)
     used, ended = place.round()
     assert (len(used), ended.version) == (14, 1)
-    assert place.versions.made(1).signals == 10
+    assert place.versions.read_origin(1).signals == 10
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -117,11 +121,11 @@ def test_too_few_signals_end_the_round_without_a_version(place: Place, count: in
 
 def test_a_base_that_is_damaged_ends_the_round_without_a_version(place: Place):
     place.fill(4)
-    (place.folder / FOLDER / "base.safetensors").write_bytes(b"\0" * 20)
+    (place.folder / FOLDER_NAME / "base.safetensors").write_bytes(b"\0" * 20)
     ended = place.round()[1]
     assert ended.version == 0
     assert "base.safetensors" in ended.error
-    assert place.versions.numbers() == []
+    assert place.versions.version_numbers() == []
 
 
 def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
@@ -135,14 +139,14 @@ def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
         place.store.add(poisoned)
     ended = place.round()[1]
     assert "NotFiniteError" in ended.error
-    assert place.versions.numbers() == []
+    assert place.versions.version_numbers() == []
 
 
 async def test_a_list_of_engines_without_an_end_is_given_up():
     with hostile_sidecar(lambda number: (str(number), 0)) as sidecar:
         async with grpc.aio.insecure_channel(sidecar.address) as channel:
             with pytest.raises(NoEngineError, match="more than 100 pages"):
-                await _only_engine(channel, ())
+                await _find_only_engine(channel, ())
         assert sidecar.pages == 100
 
 

@@ -16,60 +16,60 @@ from engine_shim.link.messages import (
     REQUEST,
     ArrivedPlan,
     SidecarState,
-    plan_packet,
+    encode_plan,
+    encode_state,
     read_introduction,
     read_packet,
     read_request,
-    state_packet,
     table_digest,
 )
-from engine_shim.link.plan_follower import PlanFollower, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, make_safe_default
 from engine_shim.link.settings import LinkSettings
-from engine_shim.preflight.running_engine import flags_in
+from engine_shim.preflight.running_engine import parse_server_info
 from engine_shim.preflight.verdict import InputError
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.training import signals
 from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
-from engine_shim.sglang.training.versions import Made, VersionError, Versions
+from engine_shim.sglang.training.versions import VersionError, VersionOrigin, Versions
 from speculation.v1 import plan_pb2
 from speculation.v1.engine_pb2 import CAPABILITY_SLEEP, LostCapability
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 from tests.support.link_messages import GAMMAS, engine_spec
 from tests.support.link_messages import plan as plan_message
 from tests.support.training_rounds import make_student, make_target
-from tools.fuzz.mutation import bytes_of, json_of, message_of
+from tools.fuzz.mutation import mutate_bytes, mutate_json, mutate_message
 from tools.fuzz.target import (
     Target,
     environment,
     file_reader,
+    parse_variables,
     reader,
     refusing,
     refusing_stored,
-    variables_of,
 )
 
 
 def _from_agent() -> Sequence[bytes]:
-    found = _plan()
+    plan = _plan()
     return [
-        plan_packet(ArrivedPlan(found, 5, table_digest(found))),
-        state_packet(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
+        encode_plan(ArrivedPlan(plan, 5, table_digest(plan))),
+        encode_state(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
     ]
 
 
 def _read_from_agent(data: bytes) -> None:
     """A packet that was read can be written and read again."""
-    found = read_packet(data)
-    if isinstance(found, ArrivedPlan):
-        assert read_packet(plan_packet(found)) == found
-        _steer(found)
+    plan = read_packet(data)
+    if isinstance(plan, ArrivedPlan):
+        assert read_packet(encode_plan(plan)) == plan
+        _steer(plan)
 
 
 def _from_engine() -> Sequence[bytes]:
-    lost = LostCapability(capability=CAPABILITY_SLEEP, reason="it failed")
+    lost_capability = LostCapability(capability=CAPABILITY_SLEEP, reason="it failed")
     return [
         IntroduceRequest(engine=engine_spec()).SerializeToString(),
-        REQUEST + SteerRequest(dropped_reports=3, lost=[lost]).SerializeToString(),
+        REQUEST + SteerRequest(dropped_reports=3, lost=[lost_capability]).SerializeToString(),
     ]
 
 
@@ -82,25 +82,25 @@ def _read_from_engine(data: bytes) -> None:
 
 def _steer(arrived: ArrivedPlan) -> None:
     """Checks that the plan yields only choices that the engine can run."""
-    steering = PlanFollower(engine_spec().drafters, safe_choice(1), 10.0)
+    steering = PlanFollower(engine_spec().drafters, make_safe_default(1), 10.0)
     now = 1.0
     if not steering.accept(arrived, now):
         return
     for batch_size in (1, 4, 5, 64, 65, 1000):
-        for at in (now, now + 1, now + 1e9):
-            choice = steering.choose(batch_size, at)
+        for moment in (now, now + 1, now + 1e9):
+            choice = steering.choose(batch_size, moment)
             assert (choice.drafter_index, choice.gamma in GAMMAS) == (0, True)
             assert not (choice.asleep and choice.gamma)
-        steering.stride_at(now)
-        steering.collects_at(now)
+        steering.update_stride(now)
+        steering.collects_signals(now)
 
 
 def _plan() -> plan_pb2.Plan:
     probe = plan_pb2.Probe(probe_id=3, drafter="eagle3", gamma=5, steps=4)
-    found = plan_message(4, 3, probe=probe)
-    found.regime.mode, found.regime.stride = plan_pb2.REGIME_MODE_ONLINE, 10
-    found.rows.add(max_batch_size=200, drafter="eagle3", gamma=0, drafter_asleep=True)
-    return found
+    plan = plan_message(4, 3, probe=probe)
+    plan.regime.mode, plan.regime.stride = plan_pb2.REGIME_MODE_ONLINE, 10
+    plan.rows.add(max_batch_size=200, drafter="eagle3", gamma=0, drafter_asleep=True)
+    return plan
 
 
 def _plans() -> Sequence[bytes]:
@@ -113,7 +113,7 @@ def _read_plan(data: bytes) -> None:
         message = plan_pb2.Plan.FromString(data)
     except DecodeError as error:  # gRPC refuses it
         raise PacketError(str(error)) from error
-    PlanFollower(engine_spec().drafters, safe_choice(1), 10.0).check(ArrivedPlan(message, 5))
+    PlanFollower(engine_spec().drafters, make_safe_default(1), 10.0).check(ArrivedPlan(message, 5))
     _steer(ArrivedPlan(message, 5))
 
 
@@ -134,31 +134,31 @@ ONLINE_LEARNING_RATE=0.001
 
 
 def _read_link(data: bytes) -> None:
-    with environment("SPECULATION_", variables_of(data, "SPECULATION_")):
+    with environment("SPECULATION_", parse_variables(data, "SPECULATION_")):
         LinkSettings.load()
 
 
 def _read_plugin(data: bytes) -> None:
-    with environment("SPECULATION_", variables_of(data, "SPECULATION_")):
+    with environment("SPECULATION_", parse_variables(data, "SPECULATION_")):
         load_settings()
 
 
 _HEADER = struct.Struct("<Q")
 
 
-def safetensors_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+def mutate_safetensors(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     """The header as JSON, or the bytes."""
     if rng.random() < 0.5 or len(data) < _HEADER.size:
-        return bytes_of(rng, data, seeds)
+        return mutate_bytes(rng, data, seeds)
     (size,) = _HEADER.unpack_from(data)
-    header, rest = data[_HEADER.size : _HEADER.size + size], data[_HEADER.size + size :]
-    header = json_of(rng, header, [header])
-    return _HEADER.pack(len(header)) + header + rest
+    header, payload = data[_HEADER.size : _HEADER.size + size], data[_HEADER.size + size :]
+    header = mutate_json(rng, header, [header])
+    return _HEADER.pack(len(header)) + header + payload
 
 
 def _signal() -> Sequence[bytes]:
     torch.manual_seed(0)
-    found = signals.Signal(
+    signal = signals.Signal(
         tokens=torch.arange(6),
         features=torch.randn(6, 12).to(torch.bfloat16),
         top_tokens=torch.arange(16, dtype=torch.int32).view(4, 4),
@@ -168,40 +168,40 @@ def _signal() -> Sequence[bytes]:
         tried=5,
         context=2,
     )
-    return [found.encoded()]
+    return [signal.encode()]
 
 
 def _read_signal(path: Path) -> None:
     """Checks types, shapes and values of a signal that was read."""
-    found = signals.load(path)
-    assert found.tokens.dtype is torch.int64
-    assert found.features.dtype is torch.bfloat16
-    assert found.top_tokens.dtype is torch.int32
-    assert found.top_logs.dtype is torch.float32
-    assert found.tokens.dim() == 1
-    assert found.features.dim() == found.top_tokens.dim() == 2
-    assert torch.isfinite(found.features.float()).all()
-    assert not torch.isnan(found.top_logs).any()
-    assert int(found.tokens.min()) >= 0
+    signal = signals.load_signal(path)
+    assert signal.tokens.dtype is torch.int64
+    assert signal.features.dtype is torch.bfloat16
+    assert signal.top_tokens.dtype is torch.int32
+    assert signal.top_logs.dtype is torch.float32
+    assert signal.tokens.dim() == 1
+    assert signal.features.dim() == signal.top_tokens.dim() == 2
+    assert torch.isfinite(signal.features.float()).all()
+    assert not torch.isnan(signal.top_logs).any()
+    assert int(signal.tokens.min()) >= 0
 
 
-_MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
+_VERSION_FACTS = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
 def _versions(folder: Path) -> Callable[[], None]:
     """Stores a base and a version of it; returns the reader of both."""
     student = make_student(make_target())
     parameters = {name: part.detach() for name, part in student.named_parameters()}
-    found = Versions(folder)
-    found.adopt_base(student.shape, parameters, student.borrowed)
-    found.publish(parameters, _MADE)
-    like = dict(found.student(0).named_parameters())
+    versions = Versions(folder)
+    versions.adopt_base(student.shape, parameters, student.borrowed)
+    versions.publish(parameters, _VERSION_FACTS)
+    like_parameters = dict(versions.load_student(0).named_parameters())
 
     def read() -> None:
-        found.made(1)
-        for part in found.load(1, like).values():
+        versions.read_origin(1)
+        for part in versions.load_parameters(1, like_parameters).values():
             assert torch.isfinite(part).all()
-        found.student(1)
+        versions.load_student(1)
 
     return read
 
@@ -216,37 +216,41 @@ def _messages() -> Sequence[bytes]:
 
 def _read_message(data: bytes) -> None:
     """An engine's end: what comes is a message, or the trainer is gone."""
-    ours, theirs = Channel.pair()
-    with theirs:
-        theirs.send(data)
-        channel = Channel(ours)
+    engine_end, trainer_end = Channel.make_pair()
+    with trainer_end:
+        trainer_end.send(data)
+        channel = Channel(engine_end)
         try:
-            found = channel.receive(wait=False)
+            message = channel.receive(wait=False)
         finally:
             channel.close()
-    assert data == b"" or found is not None
+    assert data == b"" or message is not None
 
 
 def _server_info() -> Sequence[bytes]:
     command = "python -m sglang.launch_server --model-path model --tp-size 2 --dtype half"
-    told = {"launch_command": command, "version": "0.5.23", "internal_states": [{"a": [1.5]}]}
-    return [json.dumps(told).encode()]
+    server_info = {
+        "launch_command": command,
+        "version": "0.5.23",
+        "internal_states": [{"a": [1.5]}],
+    }
+    return [json.dumps(server_info).encode()]
 
 
 def _read_server_info(data: bytes) -> None:
     """The flags taken over are plain words, and none of them names a file to load."""
-    flags = flags_in(data, "http://engine:30000").flags
+    flags = parse_server_info(data, "http://engine:30000").flags
     assert all(word.isascii() and word.isprintable() for word in flags)
     assert not any("path" in word or "/" in word for word in flags)
 
 
 TARGETS = (
-    refusing("link.packet", _from_agent, _read_from_agent, bytes_of, PacketError),
-    refusing("link.request", _from_engine, _read_from_engine, bytes_of, PacketError),
+    refusing("link.packet", _from_agent, _read_from_agent, mutate_bytes, PacketError),
+    refusing("link.request", _from_engine, _read_from_engine, mutate_bytes, PacketError),
     Target(
         "link.plan",
         _plans,
-        message_of(plan_pb2.Plan),
+        mutate_message(plan_pb2.Plan),
         reader(_read_plan),
         (PacketError, UnusablePlanError),
     ),
@@ -255,14 +259,16 @@ TARGETS = (
     Target(
         "training.signal",
         _signal,
-        safetensors_of,
+        mutate_safetensors,
         file_reader(_read_signal, "1.safetensors"),
         (signals.SignalError,),
     ),
-    refusing_stored("training.base", "base.safetensors", _versions, safetensors_of, VersionError),
     refusing_stored(
-        "training.version", "00000001.safetensors", _versions, safetensors_of, VersionError
+        "training.base", "base.safetensors", _versions, mutate_safetensors, VersionError
     ),
-    refusing("training.exchange", _messages, _read_message, bytes_of, EOFError),
-    refusing("would-steer.server_info", _server_info, _read_server_info, json_of, InputError),
+    refusing_stored(
+        "training.version", "00000001.safetensors", _versions, mutate_safetensors, VersionError
+    ),
+    refusing("training.exchange", _messages, _read_message, mutate_bytes, EOFError),
+    refusing("would-steer.server_info", _server_info, _read_server_info, mutate_json, InputError),
 )

@@ -12,14 +12,14 @@ from unittest import mock
 
 from controller.service.net.http_server import HttpServer
 from lab.harness.processes import free_port
-from tools.fuzz.mutation import text_of
+from tools.fuzz.mutation import mutate_text
 from tools.fuzz.target import Feed, Target
 from tools.fuzz.targets.rpc import BadAnswerError, RefusedError, serving
 
 _SECONDS = 15.0
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 # What an answer may say; a server that broke says 500, or nothing.
-_SAID = {200, 304, 400, 404, 405, 408, 414, 421, 431, 501, 503, 505}
+_ALLOWED_STATUSES = {200, 304, 400, 404, 405, 408, 414, 421, 431, 501, 503, 505}
 _REQUESTS = (
     "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     'GET /page.js HTTP/1.0\r\nHost: 127.0.0.1:80\r\nIf-None-Match: "0"\r\n\r\n',
@@ -41,7 +41,7 @@ def _opened(setting: str) -> Callable[[Path], AbstractContextManager[Feed]]:
         port = free_port()
         broken: list[str] = []
 
-        def note(self: HttpServer, request: Any, client_address: Any) -> None:
+        def record_error(self: HttpServer, request: Any, client_address: Any) -> None:
             error = sys.exception()
             if not isinstance(error, OSError):
                 broken.append(repr(error))
@@ -50,17 +50,17 @@ def _opened(setting: str) -> Callable[[Path], AbstractContextManager[Feed]]:
             answer = _ask(port, data)
             if broken:
                 raise BadAnswerError(f"{setting}: {broken.pop()}")
-            found = _STATUS.match(answer)
-            if found is None:
+            status = _STATUS.match(answer)
+            if status is None:
                 # HTTP/0.9 has no status, and an empty request gets no answer.
                 raise RefusedError
-            if int(found[1]) not in _SAID:
+            if int(status[1]) not in _ALLOWED_STATUSES:
                 raise BadAnswerError(f"{setting}: {answer[:99]!r}")
-            if int(found[1]) >= 400:
+            if int(status[1]) >= 400:
                 raise RefusedError
 
         with (
-            mock.patch.object(HttpServer, "handle_error", note),
+            mock.patch.object(HttpServer, "handle_error", record_error),
             serving(folder, **{setting: port}) as served,
         ):
             served.introduce()
@@ -83,6 +83,6 @@ def _ask(port: int, data: bytes) -> bytes:
 
 
 TARGETS = (
-    Target("http.page", _seeds, text_of, _opened("page_port"), (RefusedError,)),
-    Target("http.metrics", _seeds, text_of, _opened("metrics_port"), (RefusedError,)),
+    Target("http.page", _seeds, mutate_text, _opened("page_port"), (RefusedError,)),
+    Target("http.metrics", _seeds, mutate_text, _opened("metrics_port"), (RefusedError,)),
 )

@@ -27,7 +27,7 @@ from controller.settings.settings import Settings
 from controller.util.sockets import operators_path
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, training_pb2
 from tests.support.service_harness import engine_message, make_profile, report_message
-from tools.fuzz.mutation import message_of, parts_of, several, several_of
+from tools.fuzz.mutation import join_parts, mutate_message, mutate_parts, split_parts
 from tools.fuzz.target import Feed, Target
 
 SECRET = "of engine-0"
@@ -59,7 +59,7 @@ class BadAnswerError(Exception):
     """A status that does not, or something that broke behind it."""
 
 
-class _Served:
+class _ServedSidecar:
     """A sidecar on a thread of its own.  faults: errors that reached its loop's handler."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -78,10 +78,10 @@ class _Served:
         self.sidecar = Sidecar(self._settings)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda _, context: self.faults.append(repr(context)))
-        self._up, self._down = threading.Event(), asyncio.Event()
+        self._started, self._stopping = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._up.wait(60)
+        assert self._started.wait(60)
         # Calls of bytes: the stubs want messages.
         self.channel: Any = grpc.insecure_channel(address)
         self.operators: Any = grpc.insecure_channel(
@@ -94,13 +94,13 @@ class _Served:
 
     async def _until_down(self) -> None:
         async with self.sidecar:
-            self._up.set()
-            await self._down.wait()
+            self._started.set()
+            await self._stopping.wait()
 
     def close(self) -> None:
         self.channel.close()
         self.operators.close()
-        self._loop.call_soon_threadsafe(self._down.set)
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(60)
 
     def introduce(self) -> str:
@@ -133,7 +133,7 @@ class _Served:
                 timeout=_ANSWER_SECONDS,
             )
 
-    def look(self) -> None:
+    def check_view(self) -> None:
         """Everything that is shown of every engine can be shown."""
         ask = self.channel.unary_unary
         ask("/speculation.v1.InspectionService/ListEngines")(b"", timeout=_ANSWER_SECONDS)
@@ -148,11 +148,11 @@ class _Served:
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[_Served]:
+def serving(folder: Path, **settings: Any) -> Iterator[_ServedSidecar]:
     """With what the table's settings leave out."""
     # Rate limits are not tested here.
     with mock.patch.object(guard, "LIMITS", _UNLIMITED):
-        served = _Served(folder, settings)
+        served = _ServedSidecar(folder, settings)
         try:
             yield served
         finally:
@@ -173,17 +173,17 @@ def _opened(method: MethodDescriptor) -> Callable[[Path], Any]:
                     served.override()
                 data = data.replace(SESSION.encode(), session.encode())
                 channel = served.operators if by_operator else served.channel
-                code, said = _call(channel, method, path, data)
+                code, details = _call(channel, method, path, data)
                 faults, served.faults = served.faults, []
                 if faults:
                     raise BadAnswerError(f"{path}: {faults[0]}")
                 if code in _BAD:
-                    raise BadAnswerError(f"{path}: {code}: {said}")
+                    raise BadAnswerError(f"{path}: {code}: {details}")
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED and method.name not in _ENDLESS:
                     raise BadAnswerError(f"{path}: no answer")
-                _look(served)
+                _check_views(served)
                 if code is not grpc.StatusCode.OK and method.name not in _ENDLESS:
-                    raise RefusedError(said)
+                    raise RefusedError(details)
 
             served.push_profile()
             yield feed
@@ -191,9 +191,9 @@ def _opened(method: MethodDescriptor) -> Callable[[Path], Any]:
     return opened
 
 
-def _look(served: _Served) -> None:
+def _check_views(served: _ServedSidecar) -> None:
     try:
-        served.look()
+        served.check_view()
     except grpc.RpcError as error:
         raise BadAnswerError(f"looking: {error.code()}: {error.details()}") from error
 
@@ -204,7 +204,7 @@ def _call(
     seconds = _WATCH_SECONDS if method.name in _ENDLESS else _ANSWER_SECONDS
     try:
         if method.client_streaming:
-            call: Any = channel.stream_stream(path)(iter(parts_of(data)), timeout=seconds)
+            call: Any = channel.stream_stream(path)(iter(split_parts(data)), timeout=seconds)
             for _ in call:
                 pass
         elif method.server_streaming:
@@ -336,11 +336,11 @@ _RIGHT = _right()
 def _seeds(method: MethodDescriptor) -> Callable[[], Sequence[bytes]]:
     def seeds() -> Sequence[bytes]:
         requests = _RIGHT.get(method.name, [[]])
-        found = [[part.SerializeToString() for part in parts] for parts in requests]
-        found.append([_NONE])
+        encoded = [[part.SerializeToString() for part in parts] for parts in requests]
+        encoded.append([_NONE])
         if method.client_streaming:
-            return [several(parts) for parts in found]
-        return [b"".join(parts) for parts in found]
+            return [join_parts(parts) for parts in encoded]
+        return [b"".join(parts) for parts in encoded]
 
     return seeds
 
@@ -350,9 +350,9 @@ def _targets() -> Iterator[Target]:
         for method in service.methods:
             if method.name == "List":
                 continue
-            mutate = message_of(GetMessageClass(method.input_type))
+            mutate = mutate_message(GetMessageClass(method.input_type))
             if method.client_streaming:
-                mutate = several_of(mutate)
+                mutate = mutate_parts(mutate)
             yield Target(
                 f"rpc.{service.name}.{method.name}",
                 _seeds(method),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from controller.cli import app
 from controller.core.acceptance import warm_start
-from controller.core.acceptance.warm_start import Belief
+from controller.core.acceptance.warm_start import AcceptanceSnapshot
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
@@ -29,10 +29,10 @@ from controller.core.training.selective_training import (
     TrainingState,
     Trial,
 )
-from controller.profiling.profile_file import Partial, PartialCell, load_partial
-from controller.recording.recording import find
+from controller.profiling.profile_file import PartialCell, PartialMeasurement, load_partial
+from controller.recording.recording import find_recording
 from controller.recording.replay import replay
-from controller.recording.segments import MAGIC, blocks, frame
+from controller.recording.segments import MAGIC, pack_frame, read_blocks
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
 from controller.service.state.profile_registry import ProfileRegistry
@@ -42,8 +42,8 @@ from controller.wire.explanations import explain
 from speculation.v1 import record_pb2
 from tests.support import recorded_events
 from tests.support.service_harness import make_profile
-from tools.fuzz.mutation import bytes_of, json_of, message_of
-from tools.fuzz.target import environment, refusing, refusing_file, variables_of
+from tools.fuzz.mutation import mutate_bytes, mutate_json, mutate_message
+from tools.fuzz.target import environment, parse_variables, refusing, refusing_file
 
 _ENGINE = EngineSpec(
     "engine-0",
@@ -92,9 +92,9 @@ def _partial_seeds() -> Sequence[bytes]:
 
 def _read_partial(path: Path) -> None:
     partial = load_partial(path)
-    assert isinstance(partial, Partial)
+    assert isinstance(partial, PartialMeasurement)
     partial.cells_by_key()
-    partial.why_unusable(_ENGINE, partial.started_at)
+    partial.unusable_reason(_ENGINE, partial.started_at)
 
 
 _SETTINGS = """\
@@ -142,17 +142,17 @@ def _read_settings(path: Path) -> None:
 
 
 def _read_variables(data: bytes) -> None:
-    with environment("CONTROLLER_", variables_of(data, "CONTROLLER_")):
+    with environment("CONTROLLER_", parse_variables(data, "CONTROLLER_")):
         Settings.load()
 
 
 def _read_flags(data: bytes) -> None:
     lines = data.decode("utf-8", "surrogateescape").splitlines()
     with environment("CONTROLLER_", {}):
-        done = CliRunner().invoke(app, ["config", "--check", *lines])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    if done.exit_code:
+        completed = CliRunner().invoke(app, ["config", "--check", *lines])
+    if completed.exception is not None and not isinstance(completed.exception, SystemExit):
+        raise completed.exception
+    if completed.exit_code:
         raise UsageError
 
 
@@ -192,12 +192,12 @@ def _segment_seeds() -> Sequence[bytes]:
 
 def _block_seeds() -> Sequence[bytes]:
     """The blocks of a recording, plain: a mutated record has a right checksum."""
-    return [block.SerializeToString() for _, block in blocks(_recording())]
+    return [block.SerializeToString() for _, block in read_blocks(_recording())]
 
 
 def _replay(path: Path) -> None:
     window = Window()
-    replay(find(path), [window])
+    replay(find_recording(path), [window])
 
 
 def _read_blocks(path: Path) -> None:
@@ -206,7 +206,7 @@ def _read_blocks(path: Path) -> None:
     except DecodeError:
         return
     segment = path.with_name("engine-0@00000001.record")
-    segment.write_bytes(MAGIC + frame(block.records))
+    segment.write_bytes(MAGIC + pack_frame(block.records))
     _replay(segment)
 
 
@@ -224,46 +224,46 @@ def _read_training(data: bytes) -> None:
     state = selective_training.from_json(data.decode("utf-8", "replace"))
     training = SelectiveTraining("mtp", TrainingSettings())
     training.state = state
-    training.attended = True
-    training.keep(10_000)
+    training.is_trainer_connected = True
+    training.record_stored_signals(10_000)
     selective_training.from_json(selective_training.to_json(training.state))
 
 
-def _belief_seeds() -> Sequence[bytes]:
-    belief = Belief("mtp", "", (0.9, 0.8, 0.7), (100.0, 90.0, 70.0))
-    return [warm_start.to_json([belief, replace(belief, label="chat")]).encode()]
+def _snapshot_seeds() -> Sequence[bytes]:
+    snapshot = AcceptanceSnapshot("mtp", "", (0.9, 0.8, 0.7), (100.0, 90.0, 70.0))
+    return [warm_start.to_json([snapshot, replace(snapshot, label="chat")]).encode()]
 
 
-def _read_beliefs(data: bytes) -> None:
+def _read_snapshots(data: bytes) -> None:
     """Read, pooled, and begun from."""
-    beliefs = warm_start.pool(
-        (b, 1.0) for b in warm_start.from_json(data.decode("utf-8", "replace"))
+    snapshots = warm_start.pool_snapshots(
+        (snapshot, 1.0) for snapshot in warm_start.from_json(data.decode("utf-8", "replace"))
     )
     core = EngineController(_ENGINE, PlannerSettings(), None, VirtualClock())
-    core.begin_from(beliefs, "a fuzzer")
+    core.warm_start_from(snapshots, "a fuzzer")
     core.next_plan()
     for arm in explain(core, 4).arms:
         assert 0 <= arm.expected_accepted <= arm.arm.gamma, arm
 
 
 TARGETS = (
-    refusing_file("profile", _profile_seeds, _read_profile, "profile.json", json_of),
-    refusing_file("profile.partial", _partial_seeds, _read_partial, "a.partial.json", json_of),
+    refusing_file("profile", _profile_seeds, _read_profile, "profile.json", mutate_json),
+    refusing_file("profile.partial", _partial_seeds, _read_partial, "a.partial.json", mutate_json),
     refusing_file("settings.file", _SETTINGS, _read_settings, "controller.yaml"),
     refusing("settings.environment", _VARIABLES, _read_variables),
     refusing("settings.flags", _FLAGS, _read_flags, error=UsageError),
     refusing_file("access", _ACCESS, AccessList, "access"),
     refusing_file("policy", _POLICY, read_policy, "policy.yaml"),
     refusing_file(
-        "recording.segment", _segment_seeds, _replay, "engine-0@00000001.record", bytes_of
+        "recording.segment", _segment_seeds, _replay, "engine-0@00000001.record", mutate_bytes
     ),
     refusing_file(
         "recording.records",
         _block_seeds,
         _read_blocks,
         "block",
-        message_of(record_pb2.Block),
+        mutate_message(record_pb2.Block),
     ),
-    refusing("training.state", _training_seeds, _read_training, json_of),
-    refusing("beliefs", _belief_seeds, _read_beliefs, json_of),
+    refusing("training.state", _training_seeds, _read_training, mutate_json),
+    refusing("beliefs", _snapshot_seeds, _read_snapshots, mutate_json),
 )

@@ -15,7 +15,7 @@ from simulator.sources import read_arrivals
 from simulator.step_costs import read_profile
 from simulator.surface import csv_surface, profile_surface
 from tests.support.service_harness import make_profile
-from tools.fuzz.mutation import json_of
+from tools.fuzz.mutation import mutate_json
 from tools.fuzz.target import refusing, refusing_file
 
 _COSTS = "batch_size,num_draft_tokens,step_seconds\n" + "".join(
@@ -52,8 +52,8 @@ _ROUNDS = "commits,category,a0\n3,chat,0.9\n0,chat,0.1\n2,code,0.5\n"
 def _grid() -> Sequence[bytes]:
     row = {"goodput": [100.0] * len(published_qwen.CONCURRENCIES)}
     drafters = {
-        name: {"nospec": row, "fixed": [{"gamma": g, **row} for g in range(1, most + 1)]}
-        for name, most in published_qwen.GAMMA_MAX.items()
+        name: {"nospec": row, "fixed": [{"gamma": g, **row} for g in range(1, gamma_max + 1)]}
+        for name, gamma_max in published_qwen.GAMMA_MAX.items()
     }
     return [json.dumps({"conc": published_qwen.CONCURRENCIES, "drafters": drafters}).encode()]
 
@@ -91,7 +91,7 @@ TARGETS = (
         lambda: [make_profile().to_json().encode()],
         _profile,
         "profile.json",
-        json_of,
+        mutate_json,
     ),
     refusing_file(
         "simulation.arrivals",
@@ -107,7 +107,7 @@ TARGETS = (
         load_scenario,
         "scenario.yaml",
     ),
-    refusing_file("simulation.grid", _grid, read_grid, "sweep.json", json_of),
+    refusing_file("simulation.grid", _grid, read_grid, "sweep.json", mutate_json),
     refusing(
         "simulation.acceptance",
         lambda: [b"geometric:0.7", b"mtp=positions:0.8,0.7; dflash=survival:0.9,0.5,0.5"],

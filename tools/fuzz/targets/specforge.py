@@ -11,10 +11,10 @@ from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.sglang.training.versions import VersionError, Versions
 from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
-from tools.fuzz.mutation import Mutator, json_of
+from tools.fuzz.mutation import Mutator, mutate_json
 from tools.fuzz.target import Target, refusing_stored
-from tools.fuzz.targets.engine import safetensors_of
-from trainer.checkpoint import save_dflash, save_draft
+from tools.fuzz.targets.engine import mutate_safetensors
+from trainer.checkpoint import save_dflash, save_eagle3
 from trainer.specforge import import_draft
 from trainer.specforge_target import TargetError, read_target, write_target
 
@@ -26,13 +26,13 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 def _chain() -> Eagle3Student:
     torch.manual_seed(0)
     embedding = torch.randn(SHAPE.vocabulary, SHAPE.hidden)
-    whole = Eagle3Student(Eagle3Shape(SHAPE.with_layers(1), _LAYERS), embedding)
-    return with_draft_vocabulary(whole, torch.arange(3, 33))
+    student = Eagle3Student(Eagle3Shape(SHAPE.replace_layers(1), _LAYERS), embedding)
+    return with_draft_vocabulary(student, torch.arange(3, 33))
 
 
 def _blocks() -> DFlashStudent:
     torch.manual_seed(0)
-    shape = DFlashShape(SHAPE.with_layers(1), _LAYERS, 4, SHAPE.vocabulary - 1)
+    shape = DFlashShape(SHAPE.replace_layers(1), _LAYERS, 4, SHAPE.vocabulary - 1)
     return DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
 
 
@@ -41,7 +41,7 @@ def _drafter(kind: str, folder: Path) -> Callable[[], None]:
     student: Eagle3Student | DFlashStudent
     if kind == "eagle3":
         student = _chain()
-        save_draft(student, folder)
+        save_eagle3(student, folder)
     else:
         student = _blocks()
         save_dflash(student, folder)
@@ -50,8 +50,8 @@ def _drafter(kind: str, folder: Path) -> Callable[[], None]:
     versions.adopt_base(student.shape, parameters, student.borrowed)
 
     def read() -> None:
-        versions.student(import_draft(folder, versions))
-        versions.forget(set())
+        versions.load_student(import_draft(folder, versions))
+        versions.delete_old(set())
 
     return read
 
@@ -63,10 +63,10 @@ def _stored_target(folder: Path) -> Callable[[], None]:
     write_target(read_target(folder / "stored"), source, source)
 
     def read() -> None:
-        found = read_target(source)
-        assert found.embedding.dim() == 2
-        assert found.head_key
-        assert found.layers
+        target_head = read_target(source)
+        assert target_head.embedding.dim() == 2
+        assert target_head.head_key
+        assert target_head.layers
 
     return read
 
@@ -82,9 +82,9 @@ def _target(name: str, mutate: Mutator) -> Target:
 
 
 TARGETS = (
-    _import("eagle3", _CONFIG, json_of),
-    _import("eagle3", _WEIGHTS, safetensors_of),
-    _import("dflash", _CONFIG, json_of),
-    _target(_CONFIG, json_of),
-    _target(_INDEX, json_of),
+    _import("eagle3", _CONFIG, mutate_json),
+    _import("eagle3", _WEIGHTS, mutate_safetensors),
+    _import("dflash", _CONFIG, mutate_json),
+    _target(_CONFIG, mutate_json),
+    _target(_INDEX, mutate_json),
 )

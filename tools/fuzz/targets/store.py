@@ -15,7 +15,7 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import Rule
-from controller.service.rpc.overrides import held_to_proto
+from controller.service.rpc.overrides import held_override_to_proto
 from controller.service.rpc.store_messages import audit_to_proto
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.state.override_registry import OverrideRegistry
@@ -26,11 +26,11 @@ from controller.service.views.fleet_view import FleetEngine, totals_of
 from controller.store.file_store import FileBlobStore, FileStore
 from controller.store.interface import Actor, BlobKind
 from controller.store.redis_mirror import RedisMirror
-from controller.wire.overrides import to_body
+from controller.wire.overrides import override_to_json
 from speculation.v1 import service_pb2
 from tests.support import recorded_events
 from tests.support.service_harness import make_profile
-from tools.fuzz.mutation import bytes_of, json_of
+from tools.fuzz.mutation import mutate_bytes, mutate_json
 from tools.fuzz.target import Feed, Target, folder_reader, refusing
 
 _SHELVED = "profiles/name/source.json"
@@ -57,8 +57,8 @@ async def _ask_store(folder: Path) -> None:
     override_registry = OverrideRegistry(FileStore(folder), registry)
     await override_registry.open()
     try:
-        for held in override_registry.held():
-            held_to_proto(held)
+        for held_override in override_registry.list_active():
+            held_override_to_proto(held_override)
         for record in await override_registry.audit(1000, "", ""):
             audit_to_proto(record)
     finally:
@@ -72,18 +72,18 @@ def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
 async def _written_database(folder: Path) -> bytes:
     store = FileStore(folder)
     await store.open(lambda: None)
-    who = Actor("ann", "because", "uid 0")
+    author = Actor("ann", "because", "uid 0")
     body = _body("pin-1")
-    first = await store.write("pin-1", body, None, 0, who)
-    await store.write("pin-1", body, 3600.0, first.revision, who)
-    await store.write("pin-2", _body("pin-2"), 3600.0, 0, who)
-    await store.clear("pin-2", 3, who)
+    first = await store.write("pin-1", body, None, 0, author)
+    await store.write("pin-1", body, 3600.0, first.revision, author)
+    await store.write("pin-2", _body("pin-2"), 3600.0, 0, author)
+    await store.clear("pin-2", 3, author)
     await store.close()
     return (folder / "overrides.db").read_bytes()
 
 
 def _body(name: str) -> str:
-    return to_body(recorded_events.override(name, Rule(gamma=2)))
+    return override_to_json(recorded_events.override(name, Rule(gamma=2)))
 
 
 def _database_seeds() -> Sequence[bytes]:
@@ -106,9 +106,9 @@ def _mirror_opened(folder: Path) -> Iterator[Feed]:
     def feed(data: bytes) -> None:
         path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
         entries, _ = RedisMirror(path).read()
-        for held in entries.values():
-            held.entry(0.0)
-            held.seed(0.0)
+        for held_entry in entries.values():
+            held_entry.to_entry(0.0)
+            held_entry.to_seed(0.0)
 
     yield feed
 
@@ -131,11 +131,11 @@ def _shelf_seeds() -> Sequence[bytes]:
 
 def _read_summary(data: bytes) -> None:
     head, engines, _ = decode_summary(data)
-    found = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
-    for engine in found:
+    fleet_engines = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
+    for engine in fleet_engines:
         row = service_pb2.FleetEngine(**engine_values(engine))
         row.SerializeToString()
-    totals_of(found)
+    totals_of(fleet_engines)
 
 
 def _summary_seeds() -> Sequence[bytes]:
@@ -151,8 +151,8 @@ def _summary_seeds() -> Sequence[bytes]:
 _ERRORS = (SpeculationError,)
 
 TARGETS = (
-    Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
-    Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
-    refusing("store.summary", _summary_seeds, _read_summary, json_of, ValueError),
-    Target("store.shelf", _shelf_seeds, json_of, folder_reader(_SHELVED, _shelf), _ERRORS),
+    Target("store.database", _database_seeds, mutate_bytes, _database_opened, _ERRORS),
+    Target("store.mirror", _mirror_seeds, mutate_json, _mirror_opened),
+    refusing("store.summary", _summary_seeds, _read_summary, mutate_json, ValueError),
+    Target("store.shelf", _shelf_seeds, mutate_json, folder_reader(_SHELVED, _shelf), _ERRORS),
 )

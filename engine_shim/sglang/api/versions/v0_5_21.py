@@ -9,8 +9,8 @@ from engine_shim.sglang.api.versions import v0_5_22 as newer
 
 # Data-parallel attention is refused.
 STEERS_ATTENTION_DP: Final = newer.STEERS_ATTENTION_DP
-attention_dp_is_on = newer.attention_dp_is_on
-without_attention_dp = newer.without_attention_dp
+is_attention_dp_enabled = newer.is_attention_dp_enabled
+disabled_attention_dp = newer.disabled_attention_dp
 INTERNAL_STATE: Final = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 
@@ -39,12 +39,12 @@ def draft_scope(draft: Any) -> AbstractContextManager[Any]:
     return scope
 
 
-def lie_like(draft: Any, block_worker: Any) -> None:
+def match_memory_layout(draft: Any, block_worker: Any) -> None:
     """Does what 0.5.23's does."""
     draft.draft_tp_context = block_worker.draft_tp_context
     draft.draft_owns_attention = block_worker.draft_owns_attention
 
 
-def with_draft_config(_: Any, __: Any) -> AbstractContextManager[None]:
+def override_draft_config(_: Any, __: Any) -> AbstractContextManager[None]:
     """Changes nothing, because here a target does not know its drafter's configuration."""
     return nullcontext()

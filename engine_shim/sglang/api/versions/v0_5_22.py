@@ -11,18 +11,18 @@ INTERNAL_STATE: Final = newer.INTERNAL_STATE
 internal_state = newer.internal_state
 attention_ranks = newer.attention_ranks
 has_attention_dp = newer.has_attention_dp
-with_draft_config = newer.with_draft_config
+override_draft_config = newer.override_draft_config
 
 # The hooks on each rank's requests and on the gathered sizes are untested with this version.
 STEERS_ATTENTION_DP: Final = False
 
 
-def attention_dp_is_on() -> bool:
+def is_attention_dp_enabled() -> bool:
     """Returns False, because an engine with it was refused."""
     return False
 
 
-def without_attention_dp() -> AbstractContextManager[None]:
+def disabled_attention_dp() -> AbstractContextManager[None]:
     """Changes nothing, because data-parallel attention is refused."""
     return nullcontext()
 
@@ -35,6 +35,6 @@ def draft_scope(draft: Any) -> AbstractContextManager[Any]:
     return scope
 
 
-def lie_like(draft: Any, block_worker: Any) -> None:
+def match_memory_layout(draft: Any, block_worker: Any) -> None:
     """Does what 0.5.23's does."""
     draft.draft_owns_attention = block_worker.draft_owns_attention

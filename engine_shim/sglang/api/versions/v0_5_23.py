@@ -23,7 +23,7 @@ def internal_state(_: None, arguments: tuple[Any, ...]) -> dict[str, Any]:
 STEERS_ATTENTION_DP: Final = True
 
 
-def attention_dp_is_on() -> bool:
+def is_attention_dp_enabled() -> bool:
     """Whether the engine of this process has data-parallel attention."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -31,17 +31,17 @@ def attention_dp_is_on() -> bool:
 
 
 @contextmanager
-def without_attention_dp() -> Iterator[None]:
+def disabled_attention_dp() -> Iterator[None]:
     """Makes SGLang resolve adaptive speculation, inside the block, as without attention DP."""
     from sglang.srt.speculative import adaptive_spec_params
 
     module: Any = adaptive_spec_params
-    asked = module.attn_dp_enabled_of
+    original = module.attn_dp_enabled_of
     module.attn_dp_enabled_of = lambda _: False
     try:
         yield
     finally:
-        module.attn_dp_enabled_of = asked
+        module.attn_dp_enabled_of = original
 
 
 def attention_ranks(view: Any) -> int:
@@ -65,13 +65,13 @@ def draft_scope(draft: Any) -> AbstractContextManager[Any]:
     return scope
 
 
-def lie_like(draft: Any, block_worker: Any) -> None:
+def match_memory_layout(draft: Any, block_worker: Any) -> None:
     """Gives a draft worker the rank layout of a `DFlashWorkerV2`."""
     draft.parallel_layout = block_worker.draft_parallel_layout
 
 
 @contextmanager
-def with_draft_config(target_runner: Any, config: Any) -> Iterator[None]:
+def override_draft_config(target_runner: Any, config: Any) -> Iterator[None]:
     """Gives a target this `ModelConfig` as its drafter's, inside the block."""
     aux = target_runner.spec_aux_config
     saved, aux.draft_model_config = aux.draft_model_config, config

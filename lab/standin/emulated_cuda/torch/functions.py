@@ -38,18 +38,18 @@ _IN_PLACE: Final = frozenset(
 )  # fmt: skip
 
 
-class _Running(threading.local):
+class _CallState(threading.local):
     """Whether the call that is under way in this thread runs on the device."""
 
     on_device = True
 
 
-_running: Final = _Running()
+_call_state: Final = _CallState()
 
 
 def runs_on_host() -> bool:
     """Whether the operator that reaches torch's dispatcher now runs on the host."""
-    return not _running.on_device
+    return not _call_state.on_device
 
 
 class EmulatedDevice(TorchFunctionMode):
@@ -69,21 +69,24 @@ class EmulatedDevice(TorchFunctionMode):
         name = function.__name__
         if name == "__get__":
             return _attribute(function, arguments)
-        given = list(_tensors_of(arguments, keywords))
-        on_device = [places.is_on_device(tensor) for tensor in given]
+        tensors = list(_tensors_of(arguments, keywords))
+        on_device = [places.is_on_device(tensor) for tensor in tensors]
         target = places.named_place(name, arguments, keywords)
         if any(on_device) and not all(on_device) and name not in _MIXING:
-            _refuse_mixture(name, given, on_device)
+            _refuse_mixture(name, tensors, on_device)
         waits.tell(function, arguments, keywords, target)
         pinned = _wants_pinned(keywords)
         runs_on_device = target or (target is None and any(on_device))
-        before, _running.on_device = _running.on_device, bool(runs_on_device or any(on_device))
+        was_on_device, _call_state.on_device = (
+            _call_state.on_device,
+            bool(runs_on_device or any(on_device)),
+        )
         try:
             result = function(*map(_to_cpu, arguments), **_on_cpu(keywords))
-            if isinstance(result, Tensor) and name in _MOVES and given:
-                result = _moved(result, given[0], target)
+            if isinstance(result, Tensor) and name in _MOVES and tensors:
+                result = _copy_if_moved(result, tensors[0], target)
         finally:
-            _running.on_device = before
+            _call_state.on_device = was_on_device
         if pinned:
             places.pin(result)
         elif runs_on_device and not _is_in_place(name, keywords):
@@ -93,10 +96,10 @@ class EmulatedDevice(TorchFunctionMode):
 
 
 def _attribute(function: Any, arguments: tuple[Any, ...]) -> Any:
-    found = function(*arguments)
-    if isinstance(found, Tensor) and places.is_on_device(arguments[0]):
-        places.put_on_device(found)
-    return found
+    attribute = function(*arguments)
+    if isinstance(attribute, Tensor) and places.is_on_device(arguments[0]):
+        places.put_on_device(attribute)
+    return attribute
 
 
 def _to_cpu(value: Any) -> Any:
@@ -119,7 +122,7 @@ def _wants_pinned(keywords: dict[str, Any]) -> bool:
     return bool(keywords) and keywords.get("pin_memory") is True
 
 
-def _moved(result: Tensor, source: Tensor, target: bool | None) -> Tensor:
+def _copy_if_moved(result: Tensor, source: Tensor, target: bool | None) -> Tensor:
     """Returns a copy where a tensor has changed sides and torch, on the CPU, has made none."""
     if target is None or target == places.is_on_device(source):
         return result
@@ -148,15 +151,15 @@ def _tensors_of(arguments: Iterable[Any], keywords: dict[str, Any]) -> Iterator[
             yield from (part for part in value if isinstance(part, Tensor))
 
 
-def _refuse_mixture(name: str, given: list[Tensor], on_device: list[bool]) -> None:
+def _refuse_mixture(name: str, tensors: list[Tensor], on_device: list[bool]) -> None:
     """Raises RuntimeError where a GPU could not reach a tensor of the host.
 
     It takes one with no dimensions by its value.  torch's own helpers compare tensors of both.
     """
     if name.startswith("_") and not name.startswith("__"):
         return
-    for tensor, is_there in zip(given, on_device, strict=True):
-        if not is_there and tensor.ndim:
+    for tensor, is_device_tensor in zip(tensors, on_device, strict=True):
+        if not is_device_tensor and tensor.ndim:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"cuda:0 and cpu! ({name} with a tensor of shape {list(tensor.shape)} on the host)"

@@ -69,12 +69,12 @@ class Allocation:
 
 def is_on_device(value: Any) -> bool:
     """Whether a value is a tensor in the device's memory."""
-    return isinstance(value, Tensor) and isinstance(_mark_of(value), Allocation)
+    return isinstance(value, Tensor) and isinstance(_place_mark(value), Allocation)
 
 
 def is_pinned(tensor: Tensor) -> bool:
     """Whether a tensor lies in page-locked memory of the host."""
-    return _mark_of(tensor) == _PINNED
+    return _place_mark(tensor) == _PINNED
 
 
 def put_on_device(tensor: Tensor) -> None:
@@ -89,12 +89,12 @@ def pin(tensor: Tensor) -> None:
     vars(tensor.untyped_storage())["emulated_place"] = _PINNED
 
 
-def share_memory(one: Tensor, other: Tensor) -> bool:
+def share_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are views of the same memory."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
-def named_place(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool | None:
+def requested_place(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool | None:
     """Whether a call names the device, True, or the host, False; None when it names neither.
 
     name: of torch's function.
@@ -113,7 +113,7 @@ def named_place(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any])
     return None
 
 
-def _mark_of(tensor: Tensor) -> Any:
+def _place_mark(tensor: Tensor) -> Any:
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
     return getattr(tensor.untyped_storage(), "emulated_place", None)

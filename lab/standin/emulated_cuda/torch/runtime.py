@@ -49,11 +49,11 @@ def _mem_get_info(device: object = None) -> tuple[int, int]:
 
 
 def _memory_stats(device: object = None) -> dict[str, int]:
-    found = places.ledger
+    ledger = places.ledger
     return {
-        f"{kind}_bytes.all.{which}": value
+        f"{kind}_bytes.all.{statistic}": value
         for kind in ("allocated", "reserved", "active")
-        for which, value in (("current", found.allocated), ("peak", found.peak))
+        for statistic, value in (("current", ledger.allocated), ("peak", ledger.peak))
     }
 
 
@@ -61,7 +61,7 @@ def _reset_peak(device: object = None) -> None:
     places.ledger.peak = places.ledger.allocated
 
 
-def _nothing(*_: object, **__: object) -> None:
+def _no_op(*_: object, **__: object) -> None:
     pass
 
 
@@ -84,11 +84,11 @@ _RUNTIME_LIBRARY: Final = SimpleNamespace(
 _REPLACED: Final[dict[str, Any]] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
-    "_lazy_init": _nothing,
-    "init": _nothing,
+    "_lazy_init": _no_op,
+    "init": _no_op,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "set_device": _nothing,
+    "set_device": _no_op,
     "get_device_capability": lambda device=None: _CAPABILITY,
     "get_device_name": lambda device=None: NAME,
     "get_device_properties": _properties,
@@ -104,12 +104,12 @@ _REPLACED: Final[dict[str, Any]] = {
     "memory_stats": _memory_stats,
     "memory_snapshot": list,
     "reset_peak_memory_stats": _reset_peak,
-    "empty_cache": _nothing,
-    "ipc_collect": _nothing,
-    "synchronize": _nothing,
-    "manual_seed": _nothing,
-    "manual_seed_all": _nothing,
-    "check_error": _nothing,
+    "empty_cache": _no_op,
+    "ipc_collect": _no_op,
+    "synchronize": _no_op,
+    "manual_seed": _no_op,
+    "manual_seed_all": _no_op,
+    "check_error": _no_op,
     "cudart": lambda: _RUNTIME_LIBRARY,
     "set_sync_debug_mode": waits.set_mode,
     "get_sync_debug_mode": waits.get_mode,
@@ -132,11 +132,11 @@ class _Generator(torch._C.Generator):
     """Takes the place of `torch.Generator`: all random numbers are the CPU's."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
-        wanted = "cpu" if torch.device(device).type == "cuda" else device
-        return super().__new__(cls, device=wanted)  # type: ignore[call-arg]
+        cpu_device = "cpu" if torch.device(device).type == "cuda" else device
+        return super().__new__(cls, device=cpu_device)  # type: ignore[call-arg]
 
 
-def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function of its own, as torch's compiler wants of each name."""
 
     def copied(*arguments: Any, **keywords: Any) -> Any:
@@ -148,7 +148,7 @@ def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Replaces what programs use of `torch.cuda`, in this process."""
     for name, value in _REPLACED.items():
-        setattr(torch.cuda, name, value if isinstance(value, type) else _copy_of(value))
+        setattr(torch.cuda, name, value if isinstance(value, type) else _copy_function(value))
     torch.version.cuda = _CUDA_VERSION
     vars(torch)["Generator"] = _Generator
     find_module = torch.get_device_module

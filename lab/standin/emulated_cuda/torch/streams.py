@@ -83,15 +83,15 @@ class StreamContext:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self._before: list[Stream] = []
+        self._previous: list[Stream] = []
 
     def __enter__(self) -> None:
-        self._before.append(_current.stream)
+        self._previous.append(_current.stream)
         if self.stream is not None:
             _current.stream = self.stream
 
     def __exit__(self, *_: object) -> None:
-        _current.stream = self._before.pop()
+        _current.stream = self._previous.pop()
 
 
 class DeviceContext:

@@ -46,7 +46,7 @@ def get_mode() -> int:
     return _mode.level
 
 
-def tell(
+def report_wait(
     function: Any,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],

@@ -55,11 +55,11 @@ def steer(address: str, reports: list[engine_pb2.StepReport], a_message: int) ->
 def rich_reports(count: int, gamma: int = 5) -> list[engine_pb2.StepReport]:
     """Reports that do not compress well, with a hostile class; the last one is refused."""
     rng = random.Random(0)
-    made = []
+    reports = []
     for step in range(1, count + 1):
         counts = [rng.randint(0, 1) for _ in range(gamma + 1)]
         counts[0] += 1
-        made.append(
+        reports.append(
             engine_pb2.StepReport(
                 step=step, batch_size=sum(counts), kv_tokens=rng.randint(1000, 90_000),
                 drafter="mtp", gamma=gamma, accepted_counts=counts,
@@ -69,4 +69,4 @@ def rich_reports(count: int, gamma: int = 5) -> list[engine_pb2.StepReport]:
                 flags=engine_pb2.StepFlags(unsteered=step % 50 == 0),
             )
         )  # fmt: skip
-    return [*made, engine_pb2.StepReport(step=1, batch_size=1, drafter="mtp", gamma=9)]
+    return [*reports, engine_pb2.StepReport(step=1, batch_size=1, drafter="mtp", gamma=9)]

@@ -16,7 +16,7 @@ from controller.cli import app
 from controller.cli.output import API_VERSION
 from controller.util.exit_codes import Exit
 from speculation.v1 import policy_pb2, service_pb2, service_pb2_grpc
-from tests.support.command_tree import commands_of
+from tests.support.command_tree import list_commands
 from tests.support.eventually import eventually
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
@@ -27,7 +27,7 @@ from tests.support.service_harness import (
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
 
 PAGE = (Path(__file__).parents[4] / "docs" / "command-line.md").read_text(encoding="utf-8")
-COMMANDS = commands_of(app)
+COMMANDS = list_commands(app)
 # Command: its cells for kinds, fields and names.
 ROWS = {
     found[1]: [cell.strip() for cell in found[2].split("|")][1:]
@@ -108,7 +108,7 @@ def sidecar(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
                 session_id=session.session_id, report=report_message(step)
             )
             stub.Decide(request, timeout=PATIENCE_SECONDS)
-        eventually(lambda: any((here / "record").glob("*.record")), what="a recording")
+        eventually(lambda: any((here / "record").glob("*.record")), description="a recording")
         for words in (
             f"{SET} --id drill",
             f"{SET} --id standing-override-20261126-0001",
@@ -201,5 +201,5 @@ def test_every_command_that_prints_takes_a_form():
 
 
 def test_the_page_has_every_exit_code():
-    found = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert found == [(str(int(code)), code.name) for code in Exit]
+    exit_rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert exit_rows == [(str(int(code)), code.name) for code in Exit]

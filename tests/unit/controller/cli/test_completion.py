@@ -71,9 +71,9 @@ def completed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
         monkeypatch.setattr(sys, "argv", ["controller"])
         with pytest.raises(SystemExit):
             main()
-        found = capfd.readouterr()
-        assert found.err == ""
-        return found.out.split()
+        captured = capfd.readouterr()
+        assert captured.err == ""
+        return captured.out.split()
 
     return ask
 

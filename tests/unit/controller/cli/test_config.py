@@ -5,14 +5,14 @@ import pytest
 from typer.testing import CliRunner
 
 from controller.cli import app
-from controller.settings.settings import keys, variables
+from controller.settings.settings import setting_keys, setting_variables
 from controller.util import logs
 from controller.util.exit_codes import Exit
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch):
-    for name in variables() | {"CONTROLLER_CONFIG"}:
+    for name in setting_variables() | {"CONTROLLER_CONFIG"}:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -37,7 +37,7 @@ def test_every_setting_comes_with_its_value_its_source_and_what_changes_it(
     done = run("--config", config, "--profile", "/c", "--no-reflection", "-o", "json")
     assert done.exit_code == Exit.DONE, done.output
     rows = {row.pop("key"): row for row in json.loads(done.stdout)["items"]}
-    assert list(rows) == list(keys())
+    assert list(rows) == list(setting_keys())
     assert rows["metrics_port"] == {
         "value": 1,
         "source": "file",
@@ -138,9 +138,11 @@ def test_a_redis_that_serve_would_refuse_is_refused_with_one_sentence(
     path.write_text(f"address: unix:{tmp_path}/s\nmetrics_port: 0\n{settings}")
     checked = run("--check", "--config", str(path))
     served = CliRunner().invoke(app, ["serve", "--config", str(path)])
-    said = [done.output.strip().splitlines()[-1].partition(": ")[2] for done in (checked, served)]
-    assert said[0] == said[1]
-    assert said[0].startswith("redis")
+    messages = [
+        done.output.strip().splitlines()[-1].partition(": ")[2] for done in (checked, served)
+    ]
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("redis")
     for done in (checked, served):
         assert done.exit_code == Exit.USAGE
         assert "Traceback" not in done.output

@@ -102,10 +102,10 @@ def test_every_command_works_for_a_user_without_name_home_and_place_to_write(tmp
             assert serving.wait(PATIENCE_SECONDS) == Exit.DONE
         finally:
             serving.kill()
-    found = json.loads(done.stdout)
-    for (line, code), (ended, output, exception) in zip(LINES, found, strict=True):
+    outcomes = json.loads(done.stdout)
+    for (line, code), (ended, output, exception) in zip(LINES, outcomes, strict=True):
         assert not exception, f"{line}: {exception}"
         assert ended == code, f"{line}: {output}"
-    log = next(output for (line, _), (_, output, _) in zip(LINES, found, strict=True)
+    log = next(output for (line, _), (_, output, _) in zip(LINES, outcomes, strict=True)
                if line == "override log")  # fmt: skip
     assert f"uid {NAMELESS}" in log

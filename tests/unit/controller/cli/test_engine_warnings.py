@@ -107,21 +107,25 @@ def lines_of(log: Path, event: str) -> list[dict[str, str]]:
 
 
 def test_the_doctor_warns_of_each_with_causes_and_of_nothing_else(sidecar: SidecarProcess):
-    said = controller("doctor", "--address", sidecar.address, "-o", "json")
+    doctor_run = controller("doctor", "--address", sidecar.address, "-o", "json")
     kinds = {kind for _, kind in KINDS.values()} - {""}
-    found = {
+    warnings_by_check = {
         it["check"]: it
-        for it in json.loads(said.stdout)["items"]
+        for it in json.loads(doctor_run.stdout)["items"]
         if it["check"].split(" of ")[0] in kinds
     }
-    assert found.keys() == {f"{kind} of {name}" for name, (_, kind) in KINDS.items() if kind}
-    assert {it["level"] for it in found.values()} == {"warn"}
-    assert "1.00 tokens per sequence and step" in found["no-acceptance of wrong"]["found"]
-    assert "EAGLE-3 under EAGLE" in found["no-acceptance of wrong"]["fix"]
-    assert "the engine verifies gamma" in found["other-width of deaf"]["found"]
+    assert warnings_by_check.keys() == {
+        f"{kind} of {name}" for name, (_, kind) in KINDS.items() if kind
+    }
+    assert {it["level"] for it in warnings_by_check.values()} == {"warn"}
+    assert (
+        "1.00 tokens per sequence and step" in warnings_by_check["no-acceptance of wrong"]["found"]
+    )
+    assert "EAGLE-3 under EAGLE" in warnings_by_check["no-acceptance of wrong"]["fix"]
+    assert "the engine verifies gamma" in warnings_by_check["other-width of deaf"]["found"]
     flat = [
         it["found"]
-        for it in json.loads(said.stdout)["items"]
+        for it in json.loads(doctor_run.stdout)["items"]
         if it["check"] == "flat-step-time of flat"
     ]
     assert "no longer at gamma 3 than at gamma 0" in flat[0]
@@ -130,17 +134,17 @@ def test_the_doctor_warns_of_each_with_causes_and_of_nothing_else(sidecar: Sidec
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("level", [(), ("--numbers",)])
 def test_explain_names_it(sidecar: SidecarProcess, name: str, level: tuple[str, ...]):
-    said = CliRunner().invoke(app, ("explain", name, *level, "--address", sidecar.address))
-    assert said.exit_code == 0, said.output
-    words = " ".join(said.stdout.split())
+    result = CliRunner().invoke(app, ("explain", name, *level, "--address", sidecar.address))
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
     assert ("warning: " in words) is bool(KINDS[name][1])
     assert ("drafter mtp has never worked" in words) is (name == "wrong")
 
 
 def test_top_shows_it_below_the_engines(sidecar: SidecarProcess):
-    said = CliRunner().invoke(app, ("top", "--once", "--address", sidecar.address))
-    assert said.exit_code == 0, said.output
-    assert "wrong: drafter mtp has never worked" in " ".join(said.stdout.split())
+    result = CliRunner().invoke(app, ("top", "--once", "--address", sidecar.address))
+    assert result.exit_code == 0, result.output
+    assert "wrong: drafter mtp has never worked" in " ".join(result.stdout.split())
 
 
 def test_the_log_says_it_once(sidecar: SidecarProcess, log: Path):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from controller.cli import app, main
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.support.command_tree import commands_of
+from tests.support.command_tree import list_commands
 from tests.support.service_harness import (
     ENVIRONMENT,
     PATIENCE_SECONDS,
@@ -165,7 +165,7 @@ DENIED = [
     "profile diff 0123456789abcdef 0123456789abcdef", "profile push {HERE}/one.json",
     "profile --wait-seconds 0",
 ]  # fmt: skip
-COMMANDS = commands_of(app)
+COMMANDS = list_commands(app)
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +223,15 @@ DONE_ELSEWHERE = {
 def codes_of(command: str) -> set[Exit]:
     """The codes that the lines above have for a command."""
     words = command.split()
-    found = set()
+    exit_codes = set()
     for line, code, _ in CASES:
-        given = " ".join("override set" if part == "SET" else part for part in line.split()).split()
-        inner = " ".join(given[: len(words) + 1]) in COMMANDS and len(given) > len(words)
-        if given[: len(words)] == words and not inner:
-            found.add(code)
-    return found
+        line_words = " ".join(
+            "override set" if part == "SET" else part for part in line.split()
+        ).split()
+        inner = " ".join(line_words[: len(words) + 1]) in COMMANDS and len(line_words) > len(words)
+        if line_words[: len(words)] == words and not inner:
+            exit_codes.add(code)
+    return exit_codes
 
 
 @pytest.mark.parametrize("command", COMMANDS)

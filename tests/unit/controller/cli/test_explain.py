@@ -13,7 +13,7 @@ import controller as package
 from controller.cli import app
 from controller.cli.explain import line_text, paragraph_text
 from controller.cli.explain_numbers import (
-    counted,
+    count_text,
     probe_budget_text,
     probing_text,
     resembles_text,
@@ -109,7 +109,7 @@ def test_all_numbers_have_every_choice_and_mark_the_one_that_runs(sidecar: Sidec
     assert "behind the best" in result.stdout
     assert "probing has cost" in result.stdout
     lines = result.stdout.splitlines()
-    header = next(at for at, line in enumerate(lines) if "tokens/s" in line)
+    header = next(index for index, line in enumerate(lines) if "tokens/s" in line)
     end = lines[header].index("tokens/s") + len("tokens/s")
     rates = [float(line[:end].split()[-1]) for line in lines[header + 1 : header + 5]]
     assert rates == sorted(rates, reverse=True)
@@ -120,12 +120,12 @@ def test_all_numbers_have_every_choice_and_mark_the_one_that_runs(sidecar: Sidec
 def test_the_paragraph_tells_in_sentences_what_runs_and_why(sidecar: SidecarProcess):
     result = controller("explain", "measured", "--batch-size", "8", "--address", sidecar.address)
     assert result.returncode == 0, result.stderr
-    told, *troubles, hint = result.stdout.splitlines()
+    paragraph, *troubles, hint = result.stdout.splitlines()
     assert all("NOT_SERVING" in line for line in troubles)
-    assert told.startswith("With 8 sequences in its batch, measured drafts ")
-    assert "times those of plain decoding." in told
-    assert f"Step times come from profile {make_profile('profiled').profile_id}" in told
-    assert "The second best choice, " in told
+    assert paragraph.startswith("With 8 sequences in its batch, measured drafts ")
+    assert "times those of plain decoding." in paragraph
+    assert f"Step times come from profile {make_profile('profiled').profile_id}" in paragraph
+    assert "The second best choice, " in paragraph
     assert hint == "All numbers: controller explain measured --numbers"
 
 
@@ -166,14 +166,14 @@ def test_a_careful_start_without_a_profile_is_not_called_the_best_choice():
     answer.arms.add(drafter="mtp", gamma=5, tokens_per_second=99, forbidden=True)
     answer.runner_up_drafter, answer.runner_up_gamma, answer.margin = "mtp", 5, 0.016
     answer.store.ok = True
-    told = paragraph_text(answer)
-    assert "best choice" not in told
-    assert "without a profile it starts with short drafts" in told
-    assert "The highest estimate is that of mtp with 3 draft tokens, 92 tokens/s." in told
+    paragraph = paragraph_text(answer)
+    assert "best choice" not in paragraph
+    assert "without a profile it starts with short drafts" in paragraph
+    assert "The highest estimate is that of mtp with 3 draft tokens, 92 tokens/s." in paragraph
     off.tokens_per_second = 95
-    told = paragraph_text(answer)
-    assert "this is the best choice by assumed step times" in told
-    assert "The second best choice, mtp with 5 draft tokens, is 1.6% behind the best." in told
+    paragraph = paragraph_text(answer)
+    assert "this is the best choice by assumed step times" in paragraph
+    assert "The second best choice, mtp with 5 draft tokens, is 1.6% behind the best." in paragraph
 
 
 def test_the_paragraph_names_overrides_bounds_and_troubles():
@@ -188,12 +188,12 @@ def test_the_paragraph_names_overrides_bounds_and_troubles():
     answer.limits.overrides.append("counts")
     answer.bound.seconds, answer.bound.expected_seconds = 0.02, 0.03
     answer.store.detail = "no space"
-    told = paragraph_text(answer)
-    assert "Override counts limits the choice (fleet: gamma <= 1; ada: INC-1)." in told
-    assert "Overrides that do not apply at this batch size: 1." in told
-    assert "The bound of 20 ms per output token is not met: 30.00 ms are expected." in told
-    assert "is uncertain: it has 7 recent observations" in told
-    assert "the store of overrides has failed: no space" in told
+    paragraph = paragraph_text(answer)
+    assert "Override counts limits the choice (fleet: gamma <= 1; ada: INC-1)." in paragraph
+    assert "Overrides that do not apply at this batch size: 1." in paragraph
+    assert "The bound of 20 ms per output token is not met: 30.00 ms are expected." in paragraph
+    assert "is uncertain: it has 7 recent observations" in paragraph
+    assert "the store of overrides has failed: no space" in paragraph
 
 
 def test_probes_that_gained_time_have_not_lost_any():
@@ -214,18 +214,18 @@ def test_past_traffic_is_named_by_the_time_of_day():
     answer.resembles.visits = 1
     began = time.strftime("%H:%M", time.localtime(now - 420))
     ended = time.strftime("%H:%M", time.localtime(now - 120))
-    found = re.fullmatch(
+    time_match = re.fullmatch(
         r"; it resembles (\d\d:\d\d):\d\d to (\d\d:\d\d):\d\d, seen 1 time before",
         resembles_text(answer),
     )
-    assert found is not None
+    assert time_match is not None
     # A minute may begin between the two readings of the clock.
-    assert found.groups() == (began, ended) or time.time() % 60 < 5
+    assert time_match.groups() == (began, ended) or time.time() % 60 < 5
 
 
 def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):
-    told = run("explain", "prior", "--address", sidecar.address)
-    assert "No profile matches this engine" in told.stdout
+    prior_result = run("explain", "prior", "--address", sidecar.address)
+    assert "No profile matches this engine" in prior_result.stdout
     result = controller("explain", "prior", "--numbers", "--address", sidecar.address)
     assert result.returncode == 0, result.stderr
     assert "costs: generic prior (no profile matches)" in result.stdout
@@ -251,4 +251,4 @@ def test_the_version_is_printed():
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 shifts"), (1, "1 shift"), (2, "2 shifts")])
 def test_one_is_counted_in_the_singular(number: int, text: str):
-    assert counted(number, "shift", "shifts") == text
+    assert count_text(number, "shift", "shifts") == text

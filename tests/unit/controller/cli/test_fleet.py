@@ -9,8 +9,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from controller.cli.fleet import FLEET, foot, show_fleet
-from controller.cli.output import Output, fitting_table, show
+from controller.cli.fleet import FLEET, footer_lines, show_fleet
+from controller.cli.output import Output, fit_table, print_list
 from controller.util.exit_codes import Exit
 from speculation.v1.service_pb2 import FleetEngine, FleetTotals, ListFleetResponse
 from tests.support.eventually import eventually
@@ -41,7 +41,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             command = ("engines", "--fleet", "-o", "name", "--filter", "link=waiting")
             eventually(
                 lambda: controller(*command, "--address", one.address).stdout.split() == BOTH,
-                what="both are listed with their streams",
+                description="both are listed with their streams",
             )
             yield one.address
 
@@ -107,29 +107,29 @@ def engine(**changes: object) -> FleetEngine:
     return FleetEngine(**values | changes)  # type: ignore[arg-type]
 
 
-def at(width: int, *engines: FleetEngine) -> str:
+def render_fleet(width: int, *engines: FleetEngine) -> str:
     shown = io.StringIO()
     console = Console(file=shown, width=width, force_terminal=True, color_system=None)
-    table, left_out = fitting_table(FLEET, engines, console)
+    table, left_out = fit_table(FLEET, engines, console)
     console.print(table)
     return f"{shown.getvalue()}left out: {left_out}"
 
 
 def test_at_80_columns_batch_and_draft_length_stay_and_ids_are_whole():
-    found = at(80, engine())
-    assert f"{ID} │ 128 │ 3 │" in found
-    assert "steered" in found
+    rendered = render_fleet(80, engine())
+    assert f"{ID} │ 128 │ 3 │" in rendered
+    assert "steered" in rendered
     longer = engine(engine_id=f"{ID}-of-a-deployment-with-a-long-name-in-a-namespace-{ID}")
-    found = at(80, longer)
-    assert "128 │ 3 │" in found
-    cells = (line.split("│")[1].strip() for line in found.splitlines() if "│" in line)
+    rendered = render_fleet(80, longer)
+    assert "128 │ 3 │" in rendered
+    cells = (line.split("│")[1].strip() for line in rendered.splitlines() if "│" in line)
     assert longer.engine_id in "".join(cells)
 
 
 def test_wide_shows_all_and_counts_overrides_that_are_not_named(
     capsys: pytest.CaptureFixture[str],
 ):
-    show(FLEET, [engine(more_overrides=3)], Output.WIDE)
+    print_list(FLEET, [engine(more_overrides=3)], Output.WIDE)
     heading, row = capsys.readouterr().out.splitlines()
     assert heading.split() == [
         "engine", "B", "γ", "drafter", "τ", "tokens/s", "gain", "gained/s", "reason", "link",
@@ -157,7 +157,7 @@ def test_what_is_missing_is_said_below_the_table():
         ),
         trouble="the store is unavailable: x", refused=7, left_out=8,
     )  # fmt: skip
-    assert foot(answer) == [
+    assert footer_lines(answer) == [
         (
             "9 engines of 4 sidecars: steered 5, off 2, unsteered 1, not heard of 2, waiting 1, "
             "overridden 3"

@@ -17,10 +17,10 @@ def test_the_command_line_is_imported_without_its_heavy_parts():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)
-    print(f"\nimport controller.cli: {found['seconds']:.3f} s")
+    measurement = json.loads(done.stdout)
+    print(f"\nimport controller.cli: {measurement['seconds']:.3f} s")
     heavy = {"grpc", "numpy", "pydantic", "structlog", "prometheus_client", "google.protobuf"}
-    assert not heavy & set(found["modules"])
+    assert not heavy & set(measurement["modules"])
 
 
 def test_following_pages_imports_no_grpc_before_a_command_has_set_it_up():

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controller.cli.serve import _code_of
+from controller.cli.serve import _exit_code
 from controller.core.errors import SpeculationError
 from controller.service.net.access import AccessFileError
 from controller.service.net.errors import AddressTakenError, StartRefusedError
@@ -47,9 +47,9 @@ def logged(sidecar: SidecarProcess, event: str) -> dict[str, Any]:
     """The next log line of that event."""
     assert sidecar.process.stderr is not None
     for line in sidecar.process.stderr:
-        found: dict[str, Any] = json.loads(line)
-        if found["event"] == event:
-            return found
+        entry: dict[str, Any] = json.loads(line)
+        if entry["event"] == event:
+            return entry
     raise AssertionError(f"it ended without {event}")
 
 
@@ -106,7 +106,7 @@ def test_a_bad_file_and_a_store_in_use_have_their_exit_codes(tmp_path: Path):
     ],
 )
 def test_what_refuses_the_start_has_its_exit_code(error: SpeculationError, code: Exit):
-    assert _code_of(error) is code
+    assert _exit_code(error) is code
 
 
 @contextmanager
@@ -116,7 +116,9 @@ def linked(sidecar: SidecarProcess) -> Iterator[EngineLink]:
         engine_spec(), LinkSettings(sidecar=sidecar.address, grace_seconds=0.0), startup_gamma=1
     )
     try:
-        eventually(lambda: steered(link), within=LONG_SECONDS, what="steered by a plan")
+        eventually(
+            lambda: steered(link), timeout_seconds=LONG_SECONDS, description="steered by a plan"
+        )
         with grpc.insecure_channel(sidecar.address) as channel:
             inspection = service_pb2_grpc.InspectionServiceStub(channel)
             eventually(
@@ -127,8 +129,8 @@ def linked(sidecar: SidecarProcess) -> Iterator[EngineLink]:
                     .engines[0]
                     .steering
                 ),
-                within=LONG_SECONDS,
-                what="its stream is open",
+                timeout_seconds=LONG_SECONDS,
+                description="its stream is open",
             )
         yield link
     finally:
@@ -155,7 +157,7 @@ def test_a_stopping_sidecar_leaves_its_engines_a_last_lease_and_the_next_one_tak
         code, lines = sidecar.stop()
         assert code == Exit.DONE
         assert "drain_ran_out" not in {line["event"] for line in lines}
-        eventually(lambda: away(link), within=LONG_SECONDS)
+        eventually(lambda: away(link), timeout_seconds=LONG_SECONDS)
         # Whole minutes, whatever this machine is busy with.
         assert link.status().lease_seconds_left > 200
         held = link.choose(4)
@@ -167,7 +169,9 @@ def test_a_stopping_sidecar_leaves_its_engines_a_last_lease_and_the_next_one_tak
         assert held.epoch > before.epoch
         assert "shutting down" in link.status().sidecar_detail
         with sidecar_process(tmp_path) as second:
-            eventually(lambda: link.choose(4).session != before.session, within=LONG_SECONDS)
+            eventually(
+                lambda: link.choose(4).session != before.session, timeout_seconds=LONG_SECONDS
+            )
             assert link.choose(4).source is Source.PLAN
             assert link.status().lease_seconds_left <= 5
             assert link.status().lapses == 0
@@ -180,6 +184,6 @@ def test_without_a_last_lease_the_engine_goes_to_its_safe_default(tmp_path: Path
         sidecar.stop()
         safe = eventually(
             lambda: choice if (choice := link.choose(4)).source is Source.SAFE_DEFAULT else None,
-            within=LONG_SECONDS,
+            timeout_seconds=LONG_SECONDS,
         )
         assert safe.gamma == 1

@@ -72,10 +72,15 @@ def test_a_change_is_one_line_with_its_decision_and_steps_are_none(sidecar: Side
     assert all(re.fullmatch(r"[0-9a-f]{8}-\d+", decision) for decision in decisions)
     epochs = [int(decision.partition("-")[2]) for decision in decisions]
     assert epochs == sorted(epochs)
-    under = [line for line in changes if line["overrides"] == ["pin"]]
-    assert [(line["gamma"], line["engine"]) for line in under] == [(1, "engine-0")]
-    assert int(under[0]["decision"].partition("-")[2]) <= pinned.epoch < epochs[-1] <= last.epoch
-    assert {"batch_size", "drafter", "was", "regime", "reason", "detail"} <= set(under[0])
+    pinned_changes = [line for line in changes if line["overrides"] == ["pin"]]
+    assert [(line["gamma"], line["engine"]) for line in pinned_changes] == [(1, "engine-0")]
+    assert (
+        int(pinned_changes[0]["decision"].partition("-")[2])
+        <= pinned.epoch
+        < epochs[-1]
+        <= last.epoch
+    )
+    assert {"batch_size", "drafter", "was", "regime", "reason", "detail"} <= set(pinned_changes[0])
 
 
 def test_a_lost_lease_is_said_when_it_is_lost_and_when_it_is_back(sidecar: SidecarProcess):
@@ -86,8 +91,8 @@ def test_a_lost_lease_is_said_when_it_is_lost_and_when_it_is_back(sidecar: Sidec
         engine.run(20, flags={"unsteered": True})
         engine.run(5)
     _, lines = sidecar.stop()
-    said = [line for line in lines if line["event"] in {"lease_lost", "steered_again"}]
-    assert [(line["event"], line["step"], line["level"]) for line in said] == [
+    lease_events = [line for line in lines if line["event"] in {"lease_lost", "steered_again"}]
+    assert [(line["event"], line["step"], line["level"]) for line in lease_events] == [
         ("steered_again", 4, "info"),
         ("lease_lost", 9, "warning"),
         ("steered_again", 29, "info"),
@@ -100,12 +105,12 @@ def test_what_repeats_is_held_back_and_counted(sidecar: SidecarProcess):
     _, lines = sidecar.stop()
     events = Counter(line["event"] for line in lines)
     assert 10 <= events["reports_dropped"] < 60
-    told = sum(line.get("suppressed", 0) for line in lines)
+    suppressed_count = sum(line.get("suppressed", 0) for line in lines)
     at_the_end = [line["lines"] for line in lines if line["event"] == "log_lines_suppressed"]
-    told += sum(count for found in at_the_end for count in found.values())
-    assert events["reports_dropped"] + told == 60
+    suppressed_count += sum(count for counts in at_the_end for count in counts.values())
+    assert events["reports_dropped"] + suppressed_count == 60
     # Nothing else was.
-    assert all(set(found) == {"reports_dropped"} for found in at_the_end)
+    assert all(set(counts) == {"reports_dropped"} for counts in at_the_end)
 
 
 def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
@@ -123,12 +128,12 @@ def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
         assert sidecar.process.stderr is not None
         # It is read again: what was lost is said, and what comes then is there.
         lines = (json.loads(text) for text in sidecar.process.stderr)
-        found = Counter[str]()
+        event_counts = Counter[str]()
         for line in lines:
-            found[line["event"]] += 1
+            event_counts[line["event"]] += 1
             if line["event"] == "log_lines_lost":
                 break
-        assert 1000 < found["engine_introduced"] == 1501 - line["lines"]
+        assert 1000 < event_counts["engine_introduced"] == 1501 - line["lines"]
         sidecar.process.terminate()
         *_, last = lines
         assert last["event"] == "stopped"

@@ -19,14 +19,14 @@ from controller.cli.output import (
     Column,
     Listing,
     Output,
-    fitting_table,
+    fit_table,
+    print_change,
     print_document,
     print_error,
     print_line,
     print_lines,
-    print_words,
-    show,
-    show_news,
+    print_list,
+    print_wrapped,
 )
 from controller.cli.override_lists import _OVERRIDES
 from controller.cli.top import ENGINES
@@ -69,13 +69,13 @@ def on_terminal(
 ) -> str:
     shown = io.StringIO()
     console = Console(file=shown, width=width, force_terminal=True, color_system=None)
-    table, left_out = fitting_table(listing, items, console, wide=wide)
+    table, left_out = fit_table(listing, items, console, wide=wide)
     console.print(table)
     return f"{shown.getvalue()}left out: {left_out}"
 
 
 def test_in_a_pipe_there_is_one_aligned_line_for_each_item(capsys) -> None:
-    show(PODS, [Pod(LONG), Pod("b", gain="x10.00")], Output.TABLE)
+    print_list(PODS, [Pod(LONG), Pod("b", gain="x10.00")], Output.TABLE)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[0].split() == ["pod", "gain", "note"]
@@ -94,7 +94,7 @@ def test_the_least_important_columns_go_first_and_ids_are_never_cut() -> None:
 
 
 def test_wide_shows_all_columns(capsys) -> None:
-    show(PODS, [Pod("a")], Output.WIDE)
+    print_list(PODS, [Pod("a")], Output.WIDE)
     assert capsys.readouterr().out.splitlines()[0].split() == ["pod", "gain", "note", "host"]
     assert "left out: []" in on_terminal(PODS, [Pod(LONG)], 40, wide=True)
 
@@ -105,11 +105,11 @@ def test_documents_name_their_version_and_kind(capsys) -> None:
         "kind": "PodList",
         "items": [{"name": "ä", "gain": "x1.20"}],
     }
-    show(PODS, [Pod("ä")], Output.JSON)
+    print_list(PODS, [Pod("ä")], Output.JSON)
     assert json.loads(capsys.readouterr().out) == expected
-    show(PODS, [Pod("ä")], Output.YAML)
+    print_list(PODS, [Pod("ä")], Output.YAML)
     assert yaml.safe_load(capsys.readouterr().out) == expected
-    show(PODS, [], Output.JSON)
+    print_list(PODS, [], Output.JSON)
     assert json.loads(capsys.readouterr().out)["items"] == []
 
 
@@ -119,45 +119,45 @@ def test_values_that_no_language_has_are_written_as_ones_that_it_has(
 ) -> None:
     values = {"a": math.nan, "b": (1, math.inf), "c": Path("/x"), "d": {7: Output.NAME}, "e": None}
     print_document("Odd", values, output)
-    found = yaml.safe_load(capsys.readouterr().out)
-    del found["api_version"], found["kind"]
-    assert found == {"a": None, "b": [1, None], "c": "/x", "d": {"7": "name"}, "e": None}
+    document = yaml.safe_load(capsys.readouterr().out)
+    del document["api_version"], document["kind"]
+    assert document == {"a": None, "b": [1, None], "c": "/x", "d": {"7": "name"}, "e": None}
 
 
 def test_text_of_others_keeps_its_lines_and_commands_nothing(capsys) -> None:
-    print_words("one\x1b[2J\ntwo")
+    print_wrapped("one\x1b[2J\ntwo")
     assert capsys.readouterr().out == "one\N{REPLACEMENT CHARACTER}[2J\ntwo\n"
 
 
 def test_a_name_is_whole_where_only_other_cells_need_two_lines() -> None:
-    found = on_terminal(PODS, [Pod(LONG, missing="")], 58)
-    assert LONG not in found
-    found = on_terminal(NOTES, [Pod(LONG, note="word " * 9)], 75)
-    assert LONG in found
-    assert max(map(len, found.splitlines())) <= 75
+    rendered = on_terminal(PODS, [Pod(LONG, missing="")], 58)
+    assert LONG not in rendered
+    rendered = on_terminal(NOTES, [Pod(LONG, note="word " * 9)], 75)
+    assert LONG in rendered
+    assert max(map(len, rendered.splitlines())) <= 75
 
 
 def test_names_are_one_a_line(capsys) -> None:
-    show(PODS, [Pod("a"), Pod("b")], Output.NAME)
+    print_list(PODS, [Pod("a"), Pod("b")], Output.NAME)
     assert capsys.readouterr().out == "a\nb\n"
-    show(PODS, [], Output.NAME, "nothing is there")
+    print_list(PODS, [], Output.NAME, "nothing is there")
     assert capsys.readouterr().out == ""
 
 
 def test_an_empty_table_says_so(capsys) -> None:
-    show(PODS, [], Output.TABLE, "nothing is there")
+    print_list(PODS, [], Output.TABLE, "nothing is there")
     assert capsys.readouterr().out == "nothing is there\n"
 
 
 def test_an_item_that_cannot_be_shown_says_why(capsys) -> None:
-    show(PODS, [Pod("a"), Pod("b", missing="it is away")], Output.TABLE)
+    print_list(PODS, [Pod("a"), Pod("b", missing="it is away")], Output.TABLE)
     assert capsys.readouterr().out.splitlines()[2].split(maxsplit=1) == ["b", "it is away"]
     assert "it is away" in on_terminal(PODS, [Pod("b", missing="it is away")], 60)
 
 
 @pytest.mark.parametrize("output", [Output.TABLE, Output.NAME])
 def test_the_words_of_others_cannot_command_a_terminal(output: Output, capsys) -> None:
-    show(PODS, [Pod("a\x1b[2J\nb")], output)
+    print_list(PODS, [Pod("a\x1b[2J\nb")], output)
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -167,8 +167,8 @@ def test_at_80_columns_top_has_the_batch_and_the_draft_length_and_lists_whole_id
         accept_length=2.5, tokens_per_second=12345, gain=1.3, regime="off", reason="exploit",
         link="steered", overrides=["night-pin-of-the-fleet"],
     )  # fmt: skip
-    found = on_terminal(ENGINES, [line], 80)
-    assert "inference-7f9c4d-x2x9q:30000 │ 128 │ 3 │" in found
+    rendered = on_terminal(ENGINES, [line], 80)
+    assert "inference-7f9c4d-x2x9q:30000 │ 128 │ 3 │" in rendered
     held = HeldOverride(override=Override(override_id="o-20261126-093015-7f9c4d2a"), etag="1-ab")
     assert "o-20261126-093015-7f9c4d2a" in on_terminal(_OVERRIDES, [held], 80)
     assert _ENGINES.columns[0].priority == 0
@@ -195,12 +195,12 @@ def test_documents_escape_what_is_not_printable_and_lose_nothing(
     shown = capsys.readouterr().out
     assert is_harmless(shown)
     assert "γ" in shown
-    found = json.loads(shown) if output is Output.JSON else yaml.safe_load(shown)
-    assert {key: found[key] for key in values} == values
+    document = json.loads(shown) if output is Output.JSON else yaml.safe_load(shown)
+    assert {key: document[key] for key in values} == values
 
 
 def test_news_are_one_line_each_whatever_they_hold(capsys) -> None:
-    show_news("News", {"text": HOSTILE}, Output.JSON, "")
+    print_change("News", {"text": HOSTILE}, Output.JSON, "")
     shown = capsys.readouterr().out
     assert shown.count("\n") == 1
     assert is_harmless(shown)
@@ -209,20 +209,20 @@ def test_news_are_one_line_each_whatever_they_hold(capsys) -> None:
 
 @pytest.mark.parametrize("output", [Output.TABLE, Output.WIDE, Output.NAME])
 def test_tables_and_names_show_a_character_that_means_unknown(output: Output, capsys) -> None:
-    show(PODS, [Pod(HOSTILE, note=HOSTILE, missing="")], output)
-    show(PODS, [Pod(HOSTILE, missing=HOSTILE)], output)
+    print_list(PODS, [Pod(HOSTILE, note=HOSTILE, missing="")], output)
+    print_list(PODS, [Pod(HOSTILE, missing=HOSTILE)], output)
     shown = capsys.readouterr().out
     assert is_harmless(shown)
     assert shown.count("\n") == (2 if output is Output.NAME else 4)
 
 
 def test_text_and_errors_are_harmless(capsys) -> None:
-    print_words(HOSTILE)
+    print_wrapped(HOSTILE)
     print_lines(HOSTILE)
     print_error(HOSTILE)
-    said = capsys.readouterr()
-    assert is_harmless(said.out)
-    assert is_harmless(said.err)
+    captured = capsys.readouterr()
+    assert is_harmless(captured.out)
+    assert is_harmless(captured.err)
     print_line(HOSTILE)
     assert capsys.readouterr().out.count("\n") == 1
 

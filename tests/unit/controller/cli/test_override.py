@@ -68,8 +68,8 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         )
         assert f"gamma <= 2; policy file {policy}: memory" in explained
         policy.write_text("policies: 1\n")
-        said = eventually_said(running, "must be a list")
-        assert "its previous version stays in force" in said
+        stderr_text = eventually_said(running, "must be a list")
+        assert "its previous version stays in force" in stderr_text
         doctor = controller("doctor", "--address", running.address, "--engine-url", "")
         assert f"fail policy: {policy}, line 1: policies: must be a list" in doctor.stdout
         assert (
@@ -87,15 +87,15 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
 
 def eventually_said(sidecar: SidecarProcess, text: str) -> str:
     """What `override list` says on standard error once it says this."""
-    said = ""
+    stderr_text = ""
 
     def there() -> bool:
-        nonlocal said
-        said = command(sidecar, "list").stderr
-        return text in said
+        nonlocal stderr_text
+        stderr_text = command(sidecar, "list").stderr
+        return text in stderr_text
 
-    eventually(there, within=PATIENCE_SECONDS, what=text)
-    return said
+    eventually(there, timeout_seconds=PATIENCE_SECONDS, description=text)
+    return stderr_text
 
 
 def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: SidecarProcess):
@@ -108,18 +108,18 @@ def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: Sideca
     done = command(sidecar, "set", "--fleet", *words)
     assert done.returncode == 0, done.stderr
 
-    def why(engine: str) -> str:
+    def explain_engine(engine: str) -> str:
         return " ".join(
             controller("explain", engine, "--numbers", "--address", sidecar.address).stdout.split()
         )
 
-    assert "the drafter's online updates: online:5" in why("able")
-    assert "cannot do" not in why("able")
+    assert "the drafter's online updates: online:5" in explain_engine("able")
+    assert "cannot do" not in explain_engine("able")
     refused = "online:5 is asked for, which this engine cannot do: no online updates"
-    assert refused in why("night")
-    assert "the drafter's online updates" not in why("night")
+    assert refused in explain_engine("night")
+    assert "the drafter's online updates" not in explain_engine("night")
     assert command(sidecar, "clear", "learn", "--reason", "done").returncode == 0
-    assert "online" not in why("able") + why("night")
+    assert "online" not in explain_engine("able") + explain_engine("night")
 
 
 def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
@@ -142,11 +142,11 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     listed = command(sidecar, "list").stdout
     for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill", PRECEDENCE):
         assert word in listed
-    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "override pin: engine night: gamma = 1; ann: drafter is ill" in why
-    assert PRECEDENCE in why
-    assert "override;" in why
-    assert "forbidden" in why
+    explanation = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
+    assert "override pin: engine night: gamma = 1; ann: drafter is ill" in explanation
+    assert PRECEDENCE in explanation
+    assert "override;" in explanation
+    assert "forbidden" in explanation
     assert (
         "override"
         not in controller("explain", "day", "--numbers", "--address", sidecar.address).stdout
@@ -225,8 +225,8 @@ def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
     assert done.returncode == 0, done.stderr
     assert "engine night: no effect: shadowed by n" in done.stdout
     assert "engine day changes when it connects again" in done.stdout
-    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "override f (shadowed by n): fleet: gamma = 1" in why
+    explanation = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
+    assert "override f (shadowed by n): fleet: gamma = 1" in explanation
     longer = command(sidecar, *fleet, "--ttl", "5h")
     assert longer.returncode == 0, longer.stderr
     assert "f lasts 5 h from now on" in longer.stdout
@@ -239,23 +239,24 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
     loose = command(sidecar, *bound, "500", "--id", "loose")
     assert loose.returncode == 0, loose.stderr
     assert "engine night runs as now, but the allowed choices change" in loose.stdout
-    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "ms a token" in why
+    explanation = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
+    assert "ms a token" in explanation
     assert (
-        "bound of 500 ms a token (override loose): met, and without it the choice would be" in why
+        "bound of 500 ms a token (override loose): met, and without it the choice would be"
+        in explanation
     )
     tight = command(sidecar, *bound, "0.01", "--id", "tight")
     assert tight.returncode == 0, tight.stderr
     assert "no allowed choice meets the bound on the time per output token" in tight.stdout
-    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "bound of 0.01 ms a token (override tight): not met, " in why
-    assert "no choice meets it here; no choice meets it even in the smallest batches" in why
-    assert "! above the bound" in why
-    assert "override loose (shadowed by tight): engine night: at most 500 ms a token" in why
+    explanation = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
+    assert "bound of 0.01 ms a token (override tight): not met, " in explanation
+    assert "no choice meets it here; no choice meets it even in the smallest batches" in explanation
+    assert "! above the bound" in explanation
+    assert "override loose (shadowed by tight): engine night: at most 500 ms a token" in explanation
     for name in ("loose", "tight"):
         assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
-    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "ms a token" not in why
+    explanation = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
+    assert "ms a token" not in explanation
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])

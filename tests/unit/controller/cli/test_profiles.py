@@ -39,35 +39,37 @@ def file_of(directory: Path, name: str, slower: float = 1.0, device: str = "") -
 
 
 def test_from_two_pods_files_to_one_profile_in_use(sidecar: SidecarProcess, tmp_path: Path):
-    at = ("--address", sidecar.address)
-    assert "no profile is in the store" in controller("profile", "list", *at).stdout
+    address_flags = ("--address", sidecar.address)
+    assert "no profile is in the store" in controller("profile", "list", *address_flags).stdout
     one, two = file_of(tmp_path, "one"), file_of(tmp_path, "two", 1.1)
     for path in (one, two, two):
-        done = controller("profile", "push", str(path), *at)
+        done = controller("profile", "push", str(path), *address_flags)
         assert done.returncode == 0, done.stderr
         assert "is in the profile store, under identity" in done.stdout
-    listed = controller("profile", "list", *at).stdout
+    listed = controller("profile", "list", *address_flags).stdout
     for path in (one, two):
         assert Profile.from_json(path.read_text()).profile_id in listed
     assert "night" in listed
 
     merged = tmp_path / "merged.json"
-    done = controller("profile", "pull", "--engine", "night", "--output", str(merged), *at)
+    done = controller(
+        "profile", "pull", "--engine", "night", "--output", str(merged), *address_flags
+    )
     assert done.returncode == 0, done.stderr
-    found = Profile.from_json(merged.read_text())
-    assert len(found.merged_from) == 2
-    assert found.profile_id in listed
-    again = controller("profile", "pull", found.profile_id, *at)
+    pulled_profile = Profile.from_json(merged.read_text())
+    assert len(pulled_profile.merged_from) == 2
+    assert pulled_profile.profile_id in listed
+    again = controller("profile", "pull", pulled_profile.profile_id, *address_flags)
     assert again.stdout == merged.read_text()
     by_hand = tmp_path / "by-hand.json"
     done = controller("profile", "merge", str(one), str(two), "--output", str(by_hand))
     assert done.returncode == 0, done.stderr
-    assert Profile.from_json(by_hand.read_text()).merged_from == found.merged_from
-    shown = controller("profile", "show", found.profile_id, *at).stdout
+    assert Profile.from_json(by_hand.read_text()).merged_from == pulled_profile.merged_from
+    shown = controller("profile", "show", pulled_profile.profile_id, *address_flags).stdout
     assert "target_model: target" in shown
-    assert f"merged from {', '.join(found.merged_from)}" in shown
-    why = controller("explain", "night", *at).stdout
-    assert "profile " in why
+    assert f"merged from {', '.join(pulled_profile.merged_from)}" in shown
+    explanation = controller("explain", "night", *address_flags).stdout
+    assert "profile " in explanation
 
 
 def test_a_difference_is_shown_and_named(tmp_path: Path):
@@ -104,8 +106,8 @@ def test_what_cannot_be_is_said_in_a_line(
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"format": "other/2"}))
     words = [str(broken) if word == "BROKEN" else word for word in words]
-    at = () if words[0] == "merge" else ("--address", sidecar.address)
-    done = controller("profile", *words, *at)
+    address_flags = () if words[0] == "merge" else ("--address", sidecar.address)
+    done = controller("profile", *words, *address_flags)
     assert done.returncode == code, done.stderr
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from controller.recording.recording import find
+from controller.recording.recording import find_recording
 from controller.recording.replay import replay
-from controller.recording.segments import frame
+from controller.recording.segments import pack_frame
 from engine_shim.link.plan_follower import Source
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
@@ -30,7 +30,7 @@ def test_a_ring_that_wrapped_is_decided_the_same_again(tmp_path: Path):
     paths = segments(tmp_path / "record")
     assert sum(path.stat().st_size for path in paths) <= 1_000_000
     assert int(paths[0].name.split("@")[1].split(".")[0]) > 1
-    verdict = replay(find(tmp_path / "record"))
+    verdict = replay(find_recording(tmp_path / "record"))
     assert (verdict.is_same, verdict.gaps) == (True, [])
     assert verdict.states == len(paths) - 1 > 4
     assert 0 < verdict.reports < 5500
@@ -54,15 +54,15 @@ def test_a_kill_in_mid_write_leaves_what_was_written(tmp_path: Path):
             return sum(path.stat().st_size for path in segments(tmp_path / "record"))
 
         # More than one frame: the kill may come in the midst of writing the last one.
-        eventually(lambda: written() > 300_000 or None, within=60.0)
+        eventually(lambda: written() > 300_000 or None, timeout_seconds=60.0)
         sidecar.process.kill()
         sidecar.process.wait()
         call.cancel()
     before = segments(tmp_path / "record")
     # A kill may come between two writes: what it leaves at worst is a frame that is not whole.
     with before[-1].open("ab") as torn:
-        torn.write(frame([])[:5])
-    verdict = replay(find(tmp_path / "record"))
+        torn.write(pack_frame([])[:5])
+    verdict = replay(find_recording(tmp_path / "record"))
     assert verdict.is_same
     assert verdict.reports > 100
     assert verdict.gaps[-1][1].endswith("it ends within a frame's header")
@@ -70,7 +70,7 @@ def test_a_kill_in_mid_write_leaves_what_was_written(tmp_path: Path):
         steer(sidecar.address, reports[:100], 50)
         assert sidecar.stop()[0] == 0
     assert segments(tmp_path / "record")[: len(before)] == before
-    again = replay(find(tmp_path / "record"))
+    again = replay(find_recording(tmp_path / "record"))
     assert (again.is_same, again.reports, again.sessions) == (True, verdict.reports + 100, 2)
 
 
@@ -85,10 +85,10 @@ class Said:
     def so_far(self) -> str:
         """All of it; nothing of it is left for `stop`."""
         while select.select([self._descriptor], [], [], 0)[0]:
-            found = os.read(self._descriptor, 65536)
-            if not found:
+            chunk = os.read(self._descriptor, 65536)
+            if not chunk:
                 break
-            self._text += found.decode()
+            self._text += chunk.decode()
         return self._text
 
 
@@ -106,36 +106,40 @@ def test_a_disk_that_is_full_hurts_no_steering_and_is_said_once(
     with linked_engine(limited.address, "pod-7") as engine:
         engine.run(50)
         directory = tmp_path / "record"
-        eventually(lambda: segments(directory) or None, within=60.0)
+        eventually(lambda: segments(directory) or None, timeout_seconds=60.0)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, forever))
-        said = Said(limited)
+        stderr_reader = Said(limited)
 
         def refused() -> bool | None:
             engine.run(10)
-            return "recording_failed" in said.so_far() or None
+            return "recording_failed" in stderr_reader.so_far() or None
 
-        eventually(refused, within=60.0, what="the disk refuses")
+        eventually(refused, timeout_seconds=60.0, description="the disk refuses")
         engine.run(100)
         steps = engine.step
-        eventually(lambda: reports_of(limited.address, "pod-7") == steps or None, within=60.0)
+        eventually(
+            lambda: reports_of(limited.address, "pod-7") == steps or None, timeout_seconds=60.0
+        )
         assert engine.link.choose(4).source is Source.PLAN
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (forever, forever))
 
         def again() -> bool | None:
             engine.run(5)
-            return "recording_again" in said.so_far() or None
+            return "recording_again" in stderr_reader.so_far() or None
 
-        eventually(again, within=60.0, what="recording again")
+        eventually(again, timeout_seconds=60.0, description="recording again")
         steps = engine.step
-        eventually(lambda: reports_of(limited.address, "pod-7") == steps or None, within=60.0)
-    lines = [json.loads(line) for line in said.so_far().splitlines()]
+        eventually(
+            lambda: reports_of(limited.address, "pod-7") == steps or None, timeout_seconds=60.0
+        )
+    lines = [json.loads(line) for line in stderr_reader.so_far().splitlines()]
     code, rest = limited.stop()
     assert code == 0
     events = [line["event"] for line in [*lines, *rest]]
     assert [event for event in events if event.startswith("recording_")] == [
         "recording_failed", "recording_gap", "recording_again",
     ]  # fmt: skip
-    verdict = replay(find(tmp_path / "record"))
+    verdict = replay(find_recording(tmp_path / "record"))
     assert verdict.is_same
     assert verdict.lost > 0
     assert verdict.reports < steps

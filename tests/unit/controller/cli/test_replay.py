@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from controller.cli import app
-from controller.recording.recording import find
-from controller.recording.segments import MAGIC, blocks, frame
+from controller.recording.recording import find_recording
+from controller.recording.segments import MAGIC, pack_frame, read_blocks
 from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.recorded_events import segments
@@ -47,7 +47,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
             assert done.returncode == 0, done.stderr
             assert controller("explain", "pod-7", "--address", sidecar.address).returncode == 0
             engine.run(STEPS // 2)
-            eventually(lambda: reports_of(sidecar.address, "pod-7") == STEPS or None, within=60.0)
+            eventually(
+                lambda: reports_of(sidecar.address, "pod-7") == STEPS or None, timeout_seconds=60.0
+            )
         token = steer(sidecar.address, rich_reports(200), 20)
         code, lines = sidecar.stop()
     assert code == 0
@@ -86,12 +88,12 @@ def test_what_would_have_been_otherwise(recorded: Recorded):
 
 
 def test_a_forged_plan_ends_with_1_and_is_shown(recorded: Recorded, tmp_path: Path):
-    source = find(recorded.directory, "pod-7").paths[0]
-    records = [r for _, block in blocks(source.read_bytes()) for r in block.records]
+    source = find_recording(recorded.directory, "pod-7").paths[0]
+    records = [r for _, block in read_blocks(source.read_bytes()) for r in block.records]
     forged = next(r for r in records[1:] if r.decision.HasField("plan"))
     row = forged.decision.plan.rows[0]
     row.gamma = 5 if row.gamma == 7 else 7
-    (tmp_path / "x.record").write_bytes(MAGIC + frame(records))
+    (tmp_path / "x.record").write_bytes(MAGIC + pack_frame(records))
     done = replayed(tmp_path / "x.record")
     assert done.exit_code == 1
     assert "1 differences; the first, at " in done.stdout
@@ -129,10 +131,10 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        given = dict(attrs)
+        attributes = dict(attrs)
         self.links += [v for k, v in attrs if k in {"src", "href", "xlink:href"} and v]
-        self.regions += given.get("role") == "region" and given.get("tabindex") == "0"
-        assert not any(name.startswith("on") for name in given)
+        self.regions += attributes.get("role") == "region" and attributes.get("tabindex") == "0"
+        assert not any(name.startswith("on") for name in attributes)
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
@@ -180,7 +182,7 @@ def test_the_ticket_says_what_an_operator_asks(page: str):
 def test_no_secret_is_on_record(recorded: Recorded, page: str):
     assert recorded.token not in page
     for path in segments(recorded.directory):
-        for _, block in blocks(path.read_bytes()):
+        for _, block in read_blocks(path.read_bytes()):
             assert recorded.token.encode() not in block.SerializeToString()
 
 
@@ -213,17 +215,17 @@ def test_the_commands_of_the_documentation_work(tmp_path: Path):
         "controller replay", "controller report",
     ]  # fmt: skip
     serve, *others = lines
-    given = dict(word.split("=", 1) for word in serve[: serve.index("controller")])
+    variables = dict(word.split("=", 1) for word in serve[: serve.index("controller")])
     command = [*CONTROLLER, *serve[serve.index("controller") + 1 :]]
     with subprocess.Popen(
-        command, env=ENVIRONMENT | given, cwd=tmp_path, stderr=subprocess.DEVNULL, text=True
+        command, env=ENVIRONMENT | variables, cwd=tmp_path, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
             address = f"unix:{tmp_path}/controller.sock"
             wait_until_serving(address, process)
             with linked_engine(address, "pod-7") as engine:
                 engine.run(200)
-                eventually(lambda: segments(tmp_path / "record") or None, within=60.0)
+                eventually(lambda: segments(tmp_path / "record") or None, timeout_seconds=60.0)
                 for line in others:
                     done = subprocess.run(
                         [*CONTROLLER, *line[1:]], env=ENVIRONMENT, cwd=tmp_path, timeout=60,

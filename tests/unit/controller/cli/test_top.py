@@ -17,9 +17,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from controller.cli.connection import is_away
+from controller.cli.connection import is_unreachable
 from controller.cli.output import API_VERSION
-from controller.cli.top import _text
+from controller.cli.top import _safe_text
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
@@ -43,23 +43,23 @@ class Terminal:
         """What has come so far."""
         while select.select([self._descriptor], [], [], 0)[0]:
             try:
-                found = os.read(self._descriptor, 65536)
+                chunk = os.read(self._descriptor, 65536)
             except OSError:
                 break
-            if not found:
+            if not chunk:
                 break
-            self._raw += found
+            self._raw += chunk
         return self._raw.decode(errors="replace")
 
     def screen(self) -> str:
         """The last look's text."""
         return _ESCAPES.sub("", self.raw).rpartition("controller 0")[2]
 
-    def until(self, pattern: str) -> None:
+    def wait_for_pattern(self, pattern: str) -> None:
         eventually(
             lambda: re.search(pattern, self.screen()),
-            within=PATIENCE_SECONDS,
-            what=f"{pattern} in {self.screen()}",
+            timeout_seconds=PATIENCE_SECONDS,
+            description=f"{pattern} in {self.screen()}",
         )
 
 
@@ -99,12 +99,12 @@ def test_it_shows_the_engine_live_and_survives_the_sidecars_restart(tmp_path: Pa
             raise AssertionError(top.screen())
         sidecar.stop()
         # What was known stays.
-        top.until(r"no sidecar answers at unix:.* since .*: waiting for it(?s:.*)pod-7")
+        top.wait_for_pattern(r"no sidecar answers at unix:.* since .*: waiting for it(?s:.*)pod-7")
         with sidecar_process(tmp_path) as again:
             assert again.address == sidecar.address
             engine.wait_for_a_plan()
             engine.run(20, 7)
-            top.until(r"^(?!(?s:.*)waiting for it)(?s:.*)pod-7 +│ +7 │")
+            top.wait_for_pattern(r"^(?!(?s:.*)waiting for it)(?s:.*)pod-7 +│ +7 │")
             top.process.send_signal(signal.SIGINT)
             eventually(lambda: top.raw and top.process.poll() is not None)
             assert top.process.returncode == Exit.DONE
@@ -151,7 +151,7 @@ def test_it_shows_the_fleet_live(tmp_path: Path):
             engine.run(50, 4)
             if re.search(r"pod-7 +│ +4 │ +\d │ eagle3 ", top.screen()):
                 break
-        top.until(
+        top.wait_for_pattern(
             r"engines of the fleet: 1(?s:.*)1 engines of 1 sidecars: steered 1(?s:.*)tokens/s"
         )
         top.process.send_signal(signal.SIGINT)
@@ -187,7 +187,7 @@ async def test_a_sidecar_that_stops_in_the_middle_of_a_call_is_away(
         await server.stop(grace)
         error = await asyncio.to_thread(call.exception)
     assert isinstance(error, grpc.RpcError)
-    assert is_away(error), error
+    assert is_unreachable(error), error
 
 
 @pytest.mark.parametrize("more", [(), ("--fleet",)])
@@ -222,6 +222,6 @@ def test_without_a_sidecar_it_says_so(tmp_path: Path):
 
 @pytest.mark.parametrize("words", ["[bold]x[/bold]", "a\x1b[31mb", "a\nb"])
 def test_words_of_others_do_not_command_the_terminal(words: str):
-    shown = _text(words).plain
+    shown = _safe_text(words).plain
     assert shown.isprintable()
     assert len(shown) == len(words)

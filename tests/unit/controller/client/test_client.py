@@ -16,8 +16,8 @@ import pytest
 from controller.client import Client, errors
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.credentials import free_address, token_line
-from tests.support.override_calls import asked
-from tests.support.service_harness import make_profile, serving, soon
+from tests.support.override_calls import make_override_request
+from tests.support.service_harness import make_profile, running_sidecar, with_timeout
 
 Code = grpc.StatusCode
 FLEET = policy_pb2.Scope(fleet=True)
@@ -38,21 +38,21 @@ async def by_client(tmp_path: Path, work: Callable[[Client], T], **options: Any)
         with Client(f"{tmp_path}/controller.sock", author="job", **options) as client:
             return work(client)
 
-    return await soon(asyncio.to_thread(run))
+    return await with_timeout(asyncio.to_thread(run))
 
 
 async def test_engines_are_listed_and_explained(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce("a")
         await running.introduce("b")
-        listed, lines, why, sidecar = await by_client(
+        listed, lines, explanation, sidecar = await by_client(
             tmp_path, lambda c: (c.engines(), c.overview(), c.explain("a", 3), c.sidecar())
         )
         (of_fleet,) = await by_client(tmp_path, lambda c: c.fleet("engine=b"))
     assert [status.engine.engine_id for status in listed] == ["a", "b"]
     assert [line.engine_id for line in lines] == ["a", "b"]
     assert of_fleet.engine_id == "b"
-    assert (why.engine_id, why.batch_size) == ("a", 3)
+    assert (explanation.engine_id, explanation.batch_size) == ("a", 3)
     assert {service.service for service in sidecar.services} >= {"speculation.v1.PolicyService"}
 
 
@@ -63,7 +63,7 @@ async def test_who_may_not_read_on_the_operators_socket_reads_on_the_engines_one
     """By an access list in which the user has another right, or none at all."""
     access = tmp_path / "access"
     access.write_text(f"{rights} uid:{os.getuid() + (rights == 'read')}\n")
-    async with serving(tmp_path, access=access) as running:
+    async with running_sidecar(tmp_path, access=access) as running:
         await running.introduce("a")
         engines = await by_client(tmp_path, Client.engines)
         # Only what reads is asked elsewhere.
@@ -101,7 +101,7 @@ async def test_an_override_lives_from_set_to_clear(tmp_path: Path):
             client.clear_override("mine", "done")
         return [record.action for record in client.audit()]
 
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         actions = await by_client(tmp_path, work)
     assert actions == ["clear", "clear", "replace", "set", "set"]
@@ -121,8 +121,10 @@ async def test_changes_are_watched_until_the_caller_stops_or_the_sidecar_ends(tm
             seen.append(news.held.override.override_id)
             first.set()
 
-    async with serving(tmp_path) as running:
-        await soon(running.policy.SetOverride(asked("o1", scope={"fleet": True}, gamma=1)))
+    async with running_sidecar(tmp_path) as running:
+        await with_timeout(
+            running.policy.SetOverride(make_override_request("o1", scope={"fleet": True}, gamma=1))
+        )
         await by_client(tmp_path, one)
         watching = asyncio.create_task(by_client(tmp_path, all_))
         assert await asyncio.to_thread(first.wait, 60)
@@ -153,7 +155,7 @@ async def test_profiles_are_pushed_listed_got_and_installed(tmp_path: Path):
             client.get_profile(profile_id="0" * 16)
         assert (gone.value.reason, gone.value.status) == ("PROFILE_NOT_FOUND", Code.NOT_FOUND)
 
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         await by_client(tmp_path, work)
 
@@ -176,8 +178,8 @@ async def test_a_caller_on_tcp_shows_its_token_and_has_the_rights_of_it(
                 client.set_override(pin())
             assert denied.value.reason == "FORBIDDEN"
 
-    async with serving(tmp_path, tcp=address, access=access):
-        await soon(asyncio.to_thread(work))
+    async with running_sidecar(tmp_path, tcp=address, access=access):
+        await with_timeout(asyncio.to_thread(work))
 
 
 def test_no_sidecar_is_an_error_that_names_what_to_check(tmp_path: Path):
@@ -243,7 +245,9 @@ def scripted(tmp_path: Path, *codes: Code, timeout: float = 30.0) -> Iterator[tu
         for service, methods in SCRIPTED.items():
             handlers: dict[str, Any] = {
                 name: grpc.unary_unary_rpc_method_handler(
-                    getattr(servicer, name), kind.FromString, lambda made: made.SerializeToString()
+                    getattr(servicer, name),
+                    kind.FromString,
+                    lambda reply: reply.SerializeToString(),
                 )
                 for name, kind in methods.items()
             }

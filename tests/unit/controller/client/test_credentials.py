@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.client.channels import Credentials, CredentialsError, why_silent
+from controller.client.channels import Credentials, CredentialsError, connection_failure_reason
 from tests.support.addresses import ELSEWHERE, LOOPBACK
 from tests.support.credentials import make_authority
 
@@ -47,9 +47,9 @@ def test_a_unix_socket_needs_none_of_it(name, monkeypatch: pytest.MonkeyPatch):
 
 def test_an_authority_means_tls_and_the_token_goes_with_every_call(name):
     name("CA", "TOKEN_FILE")
-    found = Credentials.for_address("pod:9466")
-    assert found.tls is not None
-    assert found.metadata() == (("authorization", "Bearer secret-of-ann"),)
+    credentials = Credentials.for_address("pod:9466")
+    assert credentials.tls is not None
+    assert credentials.metadata() == (("authorization", "Bearer secret-of-ann"),)
     name(*VARIABLES)
     assert Credentials.for_address("pod:9466").tls is not None
 
@@ -102,8 +102,12 @@ def test_a_file_that_cannot_be_read_is_named(name, variable: str, monkeypatch: p
 
 
 def test_what_to_look_at_where_nobody_answers(name):
-    assert "CONTROLLER_CA" not in why_silent("unix:/x", None)
-    assert "name its authority in CONTROLLER_CA" in why_silent("pod:1", "Socket closed")
-    assert "certificate" in why_silent("pod:1", "Tls handshake failed (TSI_PROTOCOL_FAILURE)")
+    assert "CONTROLLER_CA" not in connection_failure_reason("unix:/x", None)
+    assert "name its authority in CONTROLLER_CA" in connection_failure_reason(
+        "pod:1", "Socket closed"
+    )
+    assert "certificate" in connection_failure_reason(
+        "pod:1", "Tls handshake failed (TSI_PROTOCOL_FAILURE)"
+    )
     name("CA")
-    assert why_silent("pod:1", None) == "is `controller serve` running there?"
+    assert connection_failure_reason("pod:1", None) == "is `controller serve` running there?"

@@ -16,12 +16,12 @@ from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.step_report import StepFlags
 from controller.wire.explanations import explain
 from simulator import published
-from simulator.cold_start import KINDS
+from simulator.cold_start import TRAFFIC_CURVES
 from simulator.controller_policy import FINGERPRINT, ControllerPolicy
 from simulator.policy import StepRecord
 from simulator.surface import CostSurface, profile_sizes
 
-EAGLE = published.surface("h100-llama3.1-8b").only("eagle")
+EAGLE = published.published_surface("h100-llama3.1-8b").with_drafters("eagle")
 LAG = 1
 
 
@@ -108,7 +108,7 @@ def drive(
 
 
 def wrong(factor: Callable[[ProfileCell], float], surface: CostSurface = EAGLE) -> Profile:
-    profile = surface.profile(FINGERPRINT, profile_sizes(surface.max_batch_size))
+    profile = surface.make_profile(FINGERPRINT, profile_sizes(surface.max_batch_size))
     return replace(
         profile,
         cells=tuple(
@@ -123,9 +123,9 @@ EXACT = wrong(lambda _: 1.0)
 @pytest.mark.parametrize("factor", [0.5, 1.75, 2.0, 5.0])
 def test_a_machine_that_differs_from_its_profile_by_a_common_factor(factor):
     """Hardly anything is accepted at B = 64: off is best, and has to be found."""
-    found = drive(EAGLE, wrong(lambda _: factor), [(Traffic([0.1], 64), 10**6)], steps=2500)
-    assert found.off > 0.985
-    assert found.late > 0.99
+    steps = drive(EAGLE, wrong(lambda _: factor), [(Traffic([0.1], 64), 10**6)], steps=2500)
+    assert steps.off > 0.985
+    assert steps.late > 0.99
 
 
 @pytest.mark.parametrize("period", [20, 100])
@@ -136,34 +136,36 @@ def test_context_that_depends_on_the_batch_size(period):
 
 @pytest.mark.parametrize("period", [20, 100])
 def test_acceptance_that_depends_on_the_batch_size(period):
-    alone, many = Traffic(KINDS["json"], 1), Traffic(KINDS["prose"], 64)
+    alone, many = Traffic(TRAFFIC_CURVES["json"], 1), Traffic(TRAFFIC_CURVES["prose"], 64)
     assert drive(EAGLE, EXACT, [(alone, period), (many, period)]).oracle > 0.985
 
 
 @pytest.mark.parametrize(("period", "bar"), [(20, 0.96), (50, 0.98), (100, 0.985), (400, 0.99)])
 def test_traffic_that_returns_is_not_learnt_again(period, bar):
-    phases = [(Traffic(KINDS[kind], 16), period) for kind in ("json", "prose")]
+    phases = [(Traffic(TRAFFIC_CURVES[kind], 16), period) for kind in ("json", "prose")]
     assert drive(EAGLE, EXACT, phases).oracle > bar
 
 
 def test_traffic_that_returns_while_nothing_is_drafted_is_found_by_looking():
-    phases = [(Traffic(KINDS[kind], 16), 100) for kind in ("json", "garbled")]
+    phases = [(Traffic(TRAFFIC_CURVES[kind], 16), 100) for kind in ("json", "garbled")]
     assert drive(EAGLE, EXACT, phases).late > 0.955
 
 
 @pytest.mark.parametrize("kind", ["json", "code", "prose"])
 def test_probes_are_few_when_nothing_changes_and_a_switch_has_a_price(kind):
-    found = drive(EAGLE, EXACT, [(Traffic(KINDS[kind], 16), 10**6)], 2758, switch_seconds=2e-4)
-    assert found.probes <= 0.02
-    assert found.oracle > 0.993
-    core = found.policy.controller
-    assert core.explorer.probe_steps / 2758 == pytest.approx(found.probes, abs=1e-3)
+    steps = drive(
+        EAGLE, EXACT, [(Traffic(TRAFFIC_CURVES[kind], 16), 10**6)], 2758, switch_seconds=2e-4
+    )
+    assert steps.probes <= 0.02
+    assert steps.oracle > 0.993
+    core = steps.policy.controller
+    assert core.explorer.probe_steps / 2758 == pytest.approx(steps.probes, abs=1e-3)
 
 
 def test_the_price_of_a_switch_is_measured():
-    phases = [(Traffic(KINDS[kind], 16), 50) for kind in ("json", "prose")]
-    found = drive(EAGLE, EXACT, phases, switch_seconds=1e-3)
-    assert explain(found.policy.controller, 16).switch_seconds == pytest.approx(1e-3, rel=0.3)
+    phases = [(Traffic(TRAFFIC_CURVES[kind], 16), 50) for kind in ("json", "prose")]
+    steps = drive(EAGLE, EXACT, phases, switch_seconds=1e-3)
+    assert explain(steps.policy.controller, 16).switch_seconds == pytest.approx(1e-3, rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -176,18 +178,21 @@ def test_the_price_of_a_switch_is_measured():
     ids=["drafting-3x", "drafting-a-third", "every-second-gamma-2x"],
 )
 def test_costs_that_are_wrong_beyond_the_bound_of_drift(factor):
-    found = drive(EAGLE, wrong(factor), [(Traffic(KINDS["code"], 8), 10**6)], steps=2500)
-    assert found.oracle > 0.985
+    steps = drive(EAGLE, wrong(factor), [(Traffic(TRAFFIC_CURVES["code"], 8), 10**6)], steps=2500)
+    assert steps.oracle > 0.985
 
 
 def test_an_engine_of_fast_steps_is_planned_for_as_often_as_a_slow_one():
     fast = replace(EAGLE, seconds=EAGLE.seconds * 0.1, kv_seconds=EAGLE.kv_seconds * 0.1)
-    phases = [(Traffic(KINDS[kind], 16), 150) for kind in ("json", "prose", "code")]
+    phases = [(Traffic(TRAFFIC_CURVES[kind], 16), 150) for kind in ("json", "prose", "code")]
     assert drive(fast, wrong(lambda _: 1.0, fast), phases).oracle > 0.985
 
 
 def test_an_explanation_says_which_earlier_traffic_the_present_one_resembles():
-    phases = [(Traffic(KINDS["json"], 16), 200), (Traffic(KINDS["prose"], 16), 200)]
+    phases = [
+        (Traffic(TRAFFIC_CURVES["json"], 16), 200),
+        (Traffic(TRAFFIC_CURVES["prose"], 16), 200),
+    ]
     first = explain(drive(EAGLE, EXACT, phases, steps=150).policy.controller, 16)
     assert first.resembles is None
     assert first.traffic_states == 1

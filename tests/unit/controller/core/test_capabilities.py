@@ -22,7 +22,7 @@ from controller.core.plan import Reason, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.wire.explanations import explain
-from controller.wire.override_effects import preview
+from controller.wire.override_effects import preview_plan
 from tests.support.virtual_engine import VirtualEngine
 
 GAMMAS = (0, 1, 3, 7)
@@ -87,7 +87,7 @@ def test_a_lost_drafter_is_never_planned_or_probed_again(policy):
     engine = BreakingEngine(policy=policy)
     engine.run(300)
     engine.broken = True
-    assert engine.core.lose([DFLASH]) == (DFLASH,)
+    assert engine.core.record_lost_capabilities([DFLASH]) == (DFLASH,)
     assert engine.plans(3000) <= {"eagle3"}
 
 
@@ -95,7 +95,7 @@ def test_the_lost_drafter_had_been_the_choice():
     engine = BreakingEngine()
     engine.run(600)
     assert engine.core.current_plan().row_for(4).arm.drafter == "dflash"
-    engine.core.lose([DFLASH])
+    engine.core.record_lost_capabilities([DFLASH])
     # Not after a pause or at the half of a lease: at once.
     plan = engine.core.next_plan()
     assert plan is not None
@@ -111,7 +111,7 @@ def test_an_engine_that_introduces_itself_without_it_is_never_told_to_run_it():
 def test_single_draft_lengths_can_be_lost():
     engine = BreakingEngine()
     engine.run(300)
-    engine.core.lose([dataclasses.replace(DFLASH, gammas=(7,))])
+    engine.core.record_lost_capabilities([dataclasses.replace(DFLASH, gammas=(7,))])
     engine.planned = []
     engine.run(1500)
     assert Arm("dflash", 7) not in engine.planned
@@ -122,9 +122,12 @@ def test_what_is_repeated_changes_nothing():
     engine = BreakingEngine()
     engine.run(50)
     part = dataclasses.replace(DFLASH, gammas=(3,))
-    assert engine.core.lose([part, DFLASH, DFLASH]) == (part, DFLASH)
+    assert engine.core.record_lost_capabilities([part, DFLASH, DFLASH]) == (part, DFLASH)
     epoch = engine.core.current_plan().epoch
-    assert engine.core.lose([dataclasses.replace(DFLASH, reason="again"), part]) == ()
+    assert (
+        engine.core.record_lost_capabilities([dataclasses.replace(DFLASH, reason="again"), part])
+        == ()
+    )
     assert engine.core.spec.lost == (part, DFLASH)
     assert engine.core.current_plan().epoch == epoch
 
@@ -139,7 +142,7 @@ def test_what_is_repeated_changes_nothing():
 def test_what_the_engine_never_had_cannot_be_lost(loss):
     engine = BreakingEngine()
     with pytest.raises(InvalidLossError, match="this engine introduced"):
-        engine.core.lose([DFLASH, loss])
+        engine.core.record_lost_capabilities([DFLASH, loss])
     assert engine.core.spec.lost == ()
     with pytest.raises(InvalidLossError, match="this engine introduced"):
         spec((loss,))
@@ -164,18 +167,18 @@ def test_a_loss_that_contradicts_itself_is_refused(wrong):
 def test_an_explanation_names_the_loss_and_its_reason():
     engine = BreakingEngine()
     engine.run(100)
-    engine.core.lose([DFLASH])
+    engine.core.record_lost_capabilities([DFLASH])
     engine.core.next_plan()
-    found = explain(engine.core, 4)
-    assert found.lost == (DFLASH,)
-    assert {value.arm.drafter for value in found.arms if not value.feasible} == {"dflash"}
+    explanation = explain(engine.core, 4)
+    assert explanation.lost == (DFLASH,)
+    assert {value.arm.drafter for value in explanation.arms if not value.feasible} == {"dflash"}
 
 
 def test_a_pin_to_a_lost_drafter_decodes_plainly_and_says_that_it_is_lost():
     engine = BreakingEngine()
     engine.run(100)
     engine.core.set_overrides([override(Rule(drafter="dflash"))])
-    engine.core.lose([DFLASH])
+    engine.core.record_lost_capabilities([DFLASH])
     plan = engine.core.next_plan()
     assert plan is not None
     assert {row.arm.gamma for row in plan.rows} == {0}
@@ -187,9 +190,9 @@ def test_a_preview_of_such_a_pin_says_that_nothing_is_left():
     engine = BreakingEngine()
     engine.run(100)
     pin = override(Rule(drafter="dflash"))
-    assert not any(row.stuck for row in preview(engine.core, [pin]))
-    engine.core.lose([DFLASH])
-    rows = preview(engine.core, [pin])
+    assert not any(row.stuck for row in preview_plan(engine.core, [pin]))
+    engine.core.record_lost_capabilities([DFLASH])
+    rows = preview_plan(engine.core, [pin])
     assert all(row.stuck and row.after.gamma == 0 for row in rows)
 
 
@@ -197,23 +200,23 @@ def test_where_everything_is_lost_the_shortest_draft_runs():
     engine = BreakingEngine(own=GAMMAS[1:])
     engine.run(50)
     own = dataclasses.replace(DFLASH, drafter="eagle3")
-    engine.core.lose([DFLASH, own])
+    engine.core.record_lost_capabilities([DFLASH, own])
     plan = engine.core.next_plan()
     assert plan is not None
     assert {row.arm.gamma for row in plan.rows} == {1}
-    engine.core.force(None)
+    engine.core.force_arm(None)
 
 
 def test_a_measurement_of_what_is_lost_ends_and_another_is_refused():
     engine = BreakingEngine()
     engine.run(20)
-    engine.core.force(Arm("dflash", 3))
-    engine.core.lose([DFLASH])
+    engine.core.force_arm(Arm("dflash", 3))
+    engine.core.record_lost_capabilities([DFLASH])
     plan = engine.core.next_plan()
     assert plan is not None
     assert plan.reason is not Reason.PROFILING
     with pytest.raises(UnknownArmError, match="lost drafter dflash: MemoryError"):
-        engine.core.force(Arm("dflash", 3))
+        engine.core.force_arm(Arm("dflash", 3))
 
 
 def test_an_engine_that_cannot_sleep_any_more_is_not_told_to():
@@ -221,7 +224,7 @@ def test_an_engine_that_cannot_sleep_any_more_is_not_told_to():
     engine.core.set_overrides([override(Rule(off=True))])
     engine.run(20)
     assert all(row.drafter_asleep for row in engine.core.current_plan().rows)
-    engine.core.lose([LostCapability(Capability.SLEEP, reason="out of memory")])
+    engine.core.record_lost_capabilities([LostCapability(Capability.SLEEP, reason="out of memory")])
     plan = engine.core.next_plan()
     assert plan is not None
     assert not any(row.drafter_asleep for row in plan.rows)
@@ -239,7 +242,9 @@ def test_a_regime_that_is_lost_is_not_asked_for(capability, regime):
     engine.core.set_overrides([override(Rule(regime=Regime(regime, stride)))])
     engine.run(20)
     assert engine.core.current_plan().regime.mode is regime
-    engine.core.lose([LostCapability(capability, reason="its process has ended")])
+    engine.core.record_lost_capabilities(
+        [LostCapability(capability, reason="its process has ended")]
+    )
     plan = engine.core.next_plan()
     assert plan is not None
     assert plan.regime.mode is RegimeMode.OFF
@@ -249,7 +254,7 @@ def test_a_regime_that_is_lost_is_not_asked_for(capability, regime):
 def test_nothing_is_probed_in_an_engine_that_reports_nothing_any_more():
     engine = BreakingEngine()
     engine.run(300)
-    engine.core.lose([LostCapability(Capability.REPORT, reason="sabotaged")])
+    engine.core.record_lost_capabilities([LostCapability(Capability.REPORT, reason="sabotaged")])
     for _ in range(200):
         engine.clock.advance(1.0)
         plan = engine.core.next_plan() or engine.core.current_plan()
@@ -259,9 +264,9 @@ def test_nothing_is_probed_in_an_engine_that_reports_nothing_any_more():
 def test_another_session_may_begin_from_what_was_learnt():
     engine = BreakingEngine()
     engine.run(600)
-    engine.core.lose([DFLASH])
+    engine.core.record_lost_capabilities([DFLASH])
     engine.broken = True
     engine.run(200)
     restarted = BreakingEngine()
-    restarted.core.begin_from(engine.core.beliefs(), "the session before")
+    restarted.core.warm_start_from(engine.core.acceptance_snapshots(), "the session before")
     assert "dflash" in restarted.plans(300)

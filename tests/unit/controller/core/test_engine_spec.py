@@ -63,11 +63,11 @@ def test_the_number_of_draft_lengths_over_all_drafters_is_bounded():
 def test_an_arm_must_have_been_introduced():
     drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))
     spec = EngineSpec("e", Fingerprint("t"), (drafter,), 8)
-    spec.require(Arm("mtp", 3))
+    spec.require_arm(Arm("mtp", 3))
     with pytest.raises(UnknownArmError, match="gamma 2 is out of range"):
-        spec.require(Arm("mtp", 2))
+        spec.require_arm(Arm("mtp", 2))
     with pytest.raises(UnknownArmError, match="unknown drafter 'dflash'"):
-        spec.require(Arm("dflash", 1))
+        spec.require_arm(Arm("dflash", 1))
 
 
 MTP = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))

@@ -12,7 +12,7 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.wire.explanations import explain
-from tests.support.virtual_engine import VirtualEngine, engine_spec, make
+from tests.support.virtual_engine import VirtualEngine, engine_spec, make_engine
 
 GOOD = [0.8] * 7
 
@@ -27,10 +27,10 @@ def probing(engine: VirtualEngine) -> None:
 
 
 def test_the_last_plan_holds_the_choices_and_tries_nothing():
-    engine = make()
+    engine = make_engine()
     probing(engine)
     before = engine.core.current_plan()
-    last = engine.core.last_plan(30.0)
+    last = engine.core.make_last_plan(30.0)
     assert last.lease_seconds == 30.0
     assert last.epoch > before.epoch
     assert [row.probe for row in last.rows] == [None] * len(before.rows)
@@ -43,11 +43,11 @@ def test_the_last_plan_holds_the_choices_and_tries_nothing():
 
 
 def test_a_measured_engine_is_not_left_with_what_was_forced():
-    engine = make()
+    engine = make_engine()
     engine.run(200, 8, GOOD)
     chosen = engine.core.current_plan().row_for(8).arm
-    engine.core.force(Arm("mtp", 0))
-    last = engine.core.last_plan(30.0)
+    engine.core.force_arm(Arm("mtp", 0))
+    last = engine.core.make_last_plan(30.0)
     assert last.row_for(8).arm == chosen
     assert chosen.gamma > 0
     assert {row.reason for row in last.rows} <= {Reason.EXPLOIT, Reason.HOLD}
@@ -57,7 +57,7 @@ def test_a_sleeping_drafter_sleeps_on():
     spec = dataclasses.replace(engine_spec(), capabilities=Capabilities(can_sleep=True))
     core = EngineController(spec, PlannerSettings(), None, VirtualClock())
     core.set_overrides([Override("off", Scope(ScopeKind.FLEET), Rule(off=True), "ann", "test")])
-    assert all(row.drafter_asleep and not row.arm.gamma for row in core.last_plan(9.0).rows)
+    assert all(row.drafter_asleep and not row.arm.gamma for row in core.make_last_plan(9.0).rows)
 
 
 def trained(regime: Regime | None = None) -> EngineController:
@@ -66,25 +66,25 @@ def trained(regime: Regime | None = None) -> EngineController:
     core = EngineController(spec, PlannerSettings(), None, VirtualClock())
     training = core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     training.state = TrainingState(collecting=True, version=7)
     if regime is not None:
         core.set_overrides([Override("r", Scope(ScopeKind.FLEET), Rule(regime=regime), "a", "b")])
-    core.force(None)
+    core.force_arm(None)
     return core
 
 
 def test_nothing_is_learnt_that_nobody_would_see_and_the_version_stays():
     core = trained()
     assert core.current_plan().regime.mode is RegimeMode.COLLECT
-    last = core.last_plan(30.0)
+    last = core.make_last_plan(30.0)
     assert last.regime == Regime()
     assert last.draft_version == 7
 
 
 def test_the_regime_of_an_override_stays():
     pinned = Regime(RegimeMode.COLLECT)
-    last = trained(pinned).last_plan(30.0)
+    last = trained(pinned).make_last_plan(30.0)
     assert (last.regime, last.overrides) == (pinned, ("r",))
 
 
@@ -95,14 +95,18 @@ CHANGED = PlannerSettings(
 
 
 def test_other_constants_keep_what_was_learnt_and_chosen():
-    engine = make()
+    engine = make_engine()
     engine.run(400, 8, GOOD)
     core = engine.core
-    beliefs, plan, switches = core.traffic.beliefs(), core.current_plan(), core.switches
-    drift, lost = core.cost.drift().tolist(), core.explorer.lost_seconds
+    beliefs, plan, switches = (
+        core.traffic.acceptance_snapshots(),
+        core.current_plan(),
+        core.switches,
+    )
+    drift, lost = core.cost_model.drift().tolist(), core.explorer.lost_seconds
     core.use_settings(CHANGED, TrainingSettings())
-    assert core.traffic.beliefs() == beliefs
-    assert core.cost.drift().tolist() == drift
+    assert core.traffic.acceptance_snapshots() == beliefs
+    assert core.cost_model.drift().tolist() == drift
     assert (core.switches, core.explorer.lost_seconds) == (switches, lost)
     assert core.explorer.credit_seconds <= 0.01
     assert [row.arm for row in core.current_plan().rows] == [row.arm for row in plan.rows]
@@ -119,12 +123,12 @@ def test_after_a_change_the_core_decides_as_one_that_was_made_so():
         shift_z=2.0, shift_alarm=3.0, fast_exposures=10.0, slow_exposures=300.0, idle_steps=500.0,
         probe_share=0.02, switch_margin=0.05, prior_acceptance=0.5, cost_drift_max_profiled=1.2,
     )  # fmt: skip
-    born, changed = make(settings=settings, seed=3), make(seed=3)
+    born, changed = make_engine(settings=settings, seed=3), make_engine(seed=3)
     born.core.use_settings(PlannerSettings(), TrainingSettings())
     for engine in (born, changed):
         engine.core.use_settings(settings, TrainingSettings())
         engine.core._planner.choice = None
-        engine.core.force(None)
+        engine.core.force_arm(None)
         for batch_size, acceptance in ((8, 0.9), (48, 0.3), (8, 0.7)):
             engine.run(250, batch_size, [acceptance] * 7)
     assert changed.reports == born.reports
@@ -132,7 +136,7 @@ def test_after_a_change_the_core_decides_as_one_that_was_made_so():
 
 @pytest.mark.parametrize("policy", ["tide", "sglang-ema"])
 def test_another_rule_takes_over(policy: str):
-    engine = make()
+    engine = make_engine()
     engine.run(100, 8, GOOD)
     engine.core.use_settings(PlannerSettings(policy=policy), TrainingSettings())
     engine.run(200, 8, [0.02] * 7)

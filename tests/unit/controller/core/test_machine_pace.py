@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.model import CostModel
 from controller.core.cost.table import CostOrder
-from controller.core.engine.prediction_audit import gains
+from controller.core.engine.prediction_audit import estimate_gains
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -20,8 +20,8 @@ from tests.support.virtual_engine import (
     GAMMAS,
     VirtualEngine,
     engine_spec,
-    gpu_like,
-    make,
+    gpu_step_seconds,
+    make_engine,
     profile_of,
 )
 
@@ -41,7 +41,7 @@ class BusyMachine:
 
     def __init__(self, profile_error=1.0, seed=0, noise=0.03):
         self.factor = 1.0
-        self.engine: VirtualEngine = make(
+        self.engine: VirtualEngine = make_engine(
             profile_error, lambda g, b: self.factor * on_a_cpu(g, b), seed
         )
         self.engine.noise = noise
@@ -79,7 +79,7 @@ class BusyMachine:
         assert np.all(np.diff(seconds, axis=1) >= -1e-12), "a larger batch is believed cheaper"
         chosen = next(arm for arm in explanation.arms if arm.chosen)
         values = {arm.arm: arm.tokens_per_second for arm in explanation.arms}
-        gain = gains(values, self.core.spec, chosen.arm)["off"]
+        gain = estimate_gains(values, self.core.spec, chosen.arm)["off"]
         assert gain <= (1 + chosen.expected_accepted) * (1 + 1e-9)
 
 
@@ -127,23 +127,23 @@ def test_on_a_machine_that_is_always_busy_off_is_found():
     for _ in range(12):
         machine.factor = rng.choice([1.0, 1.5, 2.5])
         machine.run(25, 0.9)
-    found = []
+    ratios = []
     for _ in range(24):
         machine.factor = rng.choice([1.0, 1.5, 2.5])
-        found += machine.run(25, 0.05)
-    assert steps_until_off(found) <= 300
-    assert sum(gamma == 0 for gamma in found[-200:]) > 150
+        ratios += machine.run(25, 0.05)
+    assert steps_until_off(ratios) <= 300
+    assert sum(gamma == 0 for gamma in ratios[-200:]) > 150
 
 
 def cost_model():
     spec = engine_spec()
-    return CostModel(spec.arms, (1, 2, 4, 8), profile_of(spec, gpu_like), PlannerSettings())
+    return CostModel(spec.arms, (1, 2, 4, 8), profile_of(spec, gpu_step_seconds), PlannerSettings())
 
 
 def observe(model, arm, batch_size, seconds):
     expected = model.predict(arm, batch_size, 512 * batch_size)
     model.observe(arm, batch_size, 512 * batch_size, expected, seconds)
-    model.learn()
+    model.commit()
 
 
 def relative_costs(model, bucket=1):
@@ -157,14 +157,14 @@ def test_a_leap_of_a_known_arm_is_the_machines(arm):
     model, rng = cost_model(), random.Random(arm)
     for i in range(300):
         known = i % len(GAMMAS)
-        observe(model, known, 2, gpu_like(GAMMAS[known], 2) * rng.lognormvariate(0, 0.03))
+        observe(model, known, 2, gpu_step_seconds(GAMMAS[known], 2) * rng.lognormvariate(0, 0.03))
     before = relative_costs(model)
     for _ in range(60):
-        observe(model, arm, 2, 2 * gpu_like(GAMMAS[arm], 2) * rng.lognormvariate(0, 0.03))
+        observe(model, arm, 2, 2 * gpu_step_seconds(GAMMAS[arm], 2) * rng.lognormvariate(0, 0.03))
     assert relative_costs(model) == pytest.approx(before, rel=0.08)
     other = (arm + 3) % len(GAMMAS)
     for _ in range(60):
-        observe(model, other, 2, gpu_like(GAMMAS[other], 2) * rng.lognormvariate(0, 0.03))
+        observe(model, other, 2, gpu_step_seconds(GAMMAS[other], 2) * rng.lognormvariate(0, 0.03))
     assert relative_costs(model) == pytest.approx(before, rel=0.08)
 
 
@@ -174,8 +174,13 @@ def test_an_arm_that_grows_dearer_for_good_is_told_from_the_machine():
         for i in range(600):
             arm = (i // 10) % 2 * 3
             factor = dearer if arm else 1.0
-            observe(model, arm, 2, factor * gpu_like(GAMMAS[arm], 2) * rng.lognormvariate(0, 0.03))
-    expected = 1.6 * gpu_like(GAMMAS[3], 2) / gpu_like(0, 2)
+            observe(
+                model,
+                arm,
+                2,
+                factor * gpu_step_seconds(GAMMAS[arm], 2) * rng.lognormvariate(0, 0.03),
+            )
+    expected = 1.6 * gpu_step_seconds(GAMMAS[3], 2) / gpu_step_seconds(0, 2)
     assert relative_costs(model)[3] == pytest.approx(expected, rel=0.1)
 
 
@@ -183,16 +188,16 @@ def test_steps_of_before_a_slow_minute_are_learnt_before_those_of_it():
     model = cost_model()
     for arm in (0, 1):
         for _ in range(50):
-            observe(model, arm, 2, gpu_like(GAMMAS[arm], 2))
+            observe(model, arm, 2, gpu_step_seconds(GAMMAS[arm], 2))
     before = relative_costs(model)[1]
     # All between two plans: too few steps of the first to be learnt by themselves.
     for arm, steps, factor in ((1, 5, 1.0), (0, 7, 1.3), (1, 5, 1.0)):
         for _ in range(steps):
             expected = model.predict(arm, 2, 1024)
-            model.observe(arm, 2, 1024, expected, factor * gpu_like(GAMMAS[arm], 2))
-    model.learn()
+            model.observe(arm, 2, 1024, expected, factor * gpu_step_seconds(GAMMAS[arm], 2))
+    model.commit()
     for _ in range(20):
-        observe(model, 1, 2, gpu_like(GAMMAS[1], 2))
+        observe(model, 1, 2, gpu_step_seconds(GAMMAS[1], 2))
     assert relative_costs(model)[1] > 0.85 * before
 
 
@@ -211,7 +216,7 @@ def test_whatever_is_reported_more_work_is_never_believed_cheaper(reports, kv_to
     model = cost_model()
     for arm, batch_size, steps, factor in reports:
         for _ in range(steps):
-            observe(model, arm, batch_size, factor * gpu_like(GAMMAS[arm], batch_size))
+            observe(model, arm, batch_size, factor * gpu_step_seconds(GAMMAS[arm], batch_size))
         seconds = model.costs(kv_tokens).seconds
         assert np.all(np.diff(seconds, axis=0) >= -1e-12)
         assert np.all(np.diff(seconds, axis=1) >= -1e-12)
@@ -227,10 +232,10 @@ def test_a_table_is_put_in_order_and_its_newest_cell_stays(values, seen):
     order, table = CostOrder(TWO), np.array(values).reshape(6, 4)
     when = np.array(seen).reshape(6, 4)
     when[4, 2] = 9
-    found = order.settled(table, when)
-    assert found[4, 2] == table[4, 2]
-    for drafter in (found[:3], found[3:]):
+    new_table = order.restore_order(table, when)
+    assert new_table[4, 2] == table[4, 2]
+    for drafter in (new_table[:3], new_table[3:]):
         assert np.all(np.diff(drafter, axis=0) >= 0)
         assert np.all(np.diff(drafter, axis=1) >= 0)
-    assert np.all(found[[0, 3]].max(axis=0) <= found[[1, 2, 4, 5]].min(axis=0))
-    assert order.lowered(found) is found
+    assert np.all(new_table[[0, 3]].max(axis=0) <= new_table[[1, 2, 4, 5]].min(axis=0))
+    assert order.lower_to_order(new_table) is new_table

@@ -1,6 +1,6 @@
 """Steps that something else made slow or that were not timed right: none decides for long.
 
-Steps cost what `gpu_like` says, times a factor that the sidecar does not know of.
+Steps cost what `gpu_step_seconds` says, times a factor that the sidecar does not know of.
 """
 
 import math
@@ -20,8 +20,8 @@ from tests.support.virtual_engine import (
     GAMMAS,
     VirtualEngine,
     engine_spec,
-    gpu_like,
-    make,
+    gpu_step_seconds,
+    make_engine,
     profile_of,
 )
 
@@ -32,8 +32,10 @@ Factor = Callable[[int, int], float]
 
 
 def engine_with(factor: Factor, profile_error: float | None, seed: int = 0) -> VirtualEngine:
-    engine = make(profile_error, seed=seed)
-    engine.seconds = lambda gamma, batch: gpu_like(gamma, batch) * factor(engine.step, gamma)
+    engine = make_engine(profile_error, seed=seed)
+    engine.seconds = lambda gamma, batch: (
+        gpu_step_seconds(gamma, batch) * factor(engine.step, gamma)
+    )
     return engine
 
 
@@ -48,7 +50,7 @@ def expected_tokens(gamma: int, acceptance: tuple[float, ...]) -> float:
 def worth(gammas: list[int], batch_size: int, acceptance: tuple[float, ...]) -> float:
     """Tokens per second of these steps, if nothing had made them slow and by no luck."""
     tokens = sum(batch_size * expected_tokens(gamma, acceptance) for gamma in gammas)
-    return tokens / sum(gpu_like(gamma, batch_size) for gamma in gammas)
+    return tokens / sum(gpu_step_seconds(gamma, batch_size) for gamma in gammas)
 
 
 def second_half(
@@ -69,8 +71,8 @@ def never(step: int, gamma: int) -> float:
     return 1.0
 
 
-def once(at: int, factor: float) -> Factor:
-    return lambda step, gamma: factor if step == at else 1.0
+def once(mistimed_step: int, factor: float) -> Factor:
+    return lambda step, gamma: factor if step == mistimed_step else 1.0
 
 
 def now_and_then(share: float, factor: float, seed: int) -> Factor:
@@ -85,16 +87,16 @@ PLACES = [(None, 1, CODE), (None, 64, JSON), (1.0, 1, CODE), (1.0, 64, JSON)]
 def test_no_mistimed_step_at_the_start_switches_drafting_off(profile_error, batch_size, acceptance):
     undisturbed = second_half(never, profile_error, batch_size, acceptance)
     for step in range(6):
-        found = second_half(once(step, 8.0), profile_error, batch_size, acceptance)
-        assert found > 0.95 * undisturbed, f"step {step}"
+        share = second_half(once(step, 8.0), profile_error, batch_size, acceptance)
+        assert share > 0.95 * undisturbed, f"step {step}"
 
 
 @pytest.mark.parametrize(("profile_error", "batch_size", "acceptance"), PLACES)
 def test_nor_does_one_that_is_too_fast(profile_error, batch_size, acceptance):
     undisturbed = second_half(never, profile_error, batch_size, acceptance)
     for step in range(1, 7):
-        found = second_half(once(step, 1 / 16), profile_error, batch_size, acceptance)
-        assert found > 0.95 * undisturbed, f"step {step}"
+        share = second_half(once(step, 1 / 16), profile_error, batch_size, acceptance)
+        assert share > 0.95 * undisturbed, f"step {step}"
 
 
 @pytest.mark.nightly
@@ -105,8 +107,8 @@ def test_nor_does_one_of_any_size_at_any_batch(profile_error, factor):
         undisturbed = second_half(never, profile_error, batch_size, acceptance, 600)
         for step in range(6):
             wrong = once(step, factor)
-            found = second_half(wrong, profile_error, batch_size, acceptance, 600)
-            assert found > 0.95 * undisturbed, f"step {step} at {batch_size}"
+            share = second_half(wrong, profile_error, batch_size, acceptance, 600)
+            assert share > 0.95 * undisturbed, f"step {step} at {batch_size}"
 
 
 # With the seeds 15, 22 and 31, drafting once ended for good.
@@ -117,8 +119,8 @@ def test_steps_that_are_mistimed_now_and_then_do_not_either(profile_error, batch
     for seed in (0, 15, 22, 31):
         undisturbed = second_half(never, profile_error, batch_size, acceptance, 300, seed)
         wrong = now_and_then(0.03, 8.0, seed)
-        found = second_half(wrong, profile_error, batch_size, acceptance, 300, seed)
-        assert found > 0.9 * undisturbed, f"seed {seed}"
+        share = second_half(wrong, profile_error, batch_size, acceptance, 300, seed)
+        assert share > 0.9 * undisturbed, f"seed {seed}"
 
 
 @pytest.mark.parametrize("profile_error", [None, 1.0])
@@ -129,13 +131,13 @@ def test_what_drafting_cost_long_ago_is_measured_again_and_forgotten(profile_err
     engine.run(slow + 100, 64, JSON)
     gammas = [arm.gamma for arm in engine.arms_run]
     assert not any(gammas[slow:])
-    said = set()
+    reasons_seen = set()
     while engine.step < 1000:
         engine.run(1, 64, JSON)
         plan = engine.core.current_plan()
         if plan.reason is Reason.PROBE:
-            said.add(plan.reason_detail.rpartition(" gamma ")[2][2:])
-    assert "to measure again what it costs" in said
+            reasons_seen.add(plan.reason_detail.rpartition(" gamma ")[2][2:])
+    assert "to measure again what it costs" in reasons_seen
     engine.run(500, 64, JSON)
     gammas = [arm.gamma for arm in engine.arms_run]
     best = max(worth([gamma], 64, JSON) for gamma in GAMMAS)
@@ -152,15 +154,15 @@ def test_drafting_that_stays_slow_is_hardly_measured_again():
 
 def cost_model(sizes: tuple[int, ...] = (1, 2, 4, 8), *, profiled: bool = True) -> CostModel:
     spec = engine_spec()
-    profile = profile_of(spec, gpu_like) if profiled else None
+    profile = profile_of(spec, gpu_step_seconds) if profiled else None
     return CostModel(spec.arms, sizes, profile, PlannerSettings())
 
 
 def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> None:
-    seconds = factor * gpu_like(GAMMAS[arm], batch_size)
+    seconds = factor * gpu_step_seconds(GAMMAS[arm], batch_size)
     expected = model.predict(arm, batch_size, 512 * batch_size)
     model.observe(arm, batch_size, 512 * batch_size, expected, seconds)
-    model.learn()
+    model.commit()
 
 
 @pytest.mark.parametrize("factor", [1 / 50, 1 / 8, 3.0, 20.0])
@@ -170,14 +172,14 @@ def test_one_far_step_of_a_new_cell_moves_nothing(arm, factor):
     for _ in range(10):
         observe(model, 1, 1.0)
     before = model.costs(512.0).seconds.copy()
-    doubt = model.uncertainty().relative(1, 1)
+    doubt = model.uncertainty().relative_variance(1, 1)
     observe(model, arm, factor)
     assert model.costs(512.0).seconds == pytest.approx(before)
-    assert model.uncertainty().relative(1, 1) == pytest.approx(doubt)
+    assert model.uncertainty().relative_variance(1, 1) == pytest.approx(doubt)
     # The next one says that it was mistimed.
     observe(model, arm, 1.0)
-    assert model.predict(arm, 2, 1024) == pytest.approx(gpu_like(GAMMAS[arm], 2), rel=0.02)
-    assert model.rejected == 1
+    assert model.predict(arm, 2, 1024) == pytest.approx(gpu_step_seconds(GAMMAS[arm], 2), rel=0.02)
+    assert model.rejected_steps == 1
 
 
 def test_two_far_steps_count_as_far_as_they_agree():
@@ -186,8 +188,8 @@ def test_two_far_steps_count_as_far_as_they_agree():
         observe(model, 0, 1.0)
     observe(model, 3, 20.0)
     observe(model, 3, 1.8)
-    assert model.predict(3, 2, 1024) < 2.0 * gpu_like(GAMMAS[3], 2)
-    assert model.predict(3, 2, 1024) > 1.4 * gpu_like(GAMMAS[3], 2)
+    assert model.predict(3, 2, 1024) < 2.0 * gpu_step_seconds(GAMMAS[3], 2)
+    assert model.predict(3, 2, 1024) > 1.4 * gpu_step_seconds(GAMMAS[3], 2)
 
 
 @pytest.mark.parametrize(("arm", "steps"), [(3, 2), (1, 6)])
@@ -200,7 +202,7 @@ def test_an_honest_change_is_learnt_as_soon_as_before(arm, steps, factor):
         observe(model, 1, 1.0)
     for _ in range(steps):
         observe(model, arm, factor)
-    assert model.predict(arm, 2, 1024) > 0.8 * factor * gpu_like(GAMMAS[arm], 2)
+    assert model.predict(arm, 2, 1024) > 0.8 * factor * gpu_step_seconds(GAMMAS[arm], 2)
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -234,7 +236,7 @@ def test_costs_stay_numbers_and_come_back_after_many_mistimed_steps(profiled, se
     wander(model, rng, 3000, 0.1, 8.0)
     wander(model, rng, 600, 0.0, 1.0)
     for arm, batch_size in product(range(len(GAMMAS)), SIZES):
-        known = gpu_like(GAMMAS[arm], batch_size)
+        known = gpu_step_seconds(GAMMAS[arm], batch_size)
         assert known / 2 < model.predict(arm, batch_size, 512 * batch_size) < 2 * known
 
 

@@ -88,7 +88,7 @@ class MixingEngine(VirtualEngine):
                 return expected > rule.main_expected
         return False
 
-    def probe_of(self, row: PlanRow) -> Probe | None:
+    def next_probe(self, row: PlanRow) -> Probe | None:
         return row.probe
 
     def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
@@ -142,7 +142,7 @@ def test_a_mixture_is_found_without_a_probe_where_rows_differ():
     before = dict(engine.steps_by)
     engine.run(500, BATCH)
     assert engine.steps_by["eagle3+ngram"] - before["eagle3+ngram"] >= 490
-    assert engine.core.explorer.probes == 0
+    assert engine.core.explorer.probe_count == 0
 
 
 def test_what_idle_drafters_would_have_given_is_learnt_without_running_them():

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 
 from tests.support.against_off import BAR, WINDOW, against_off
 from tests.support.dealing import without_constants_of_modules
-from tests.support.random_scenarios import Drawn, scenarios
+from tests.support.random_scenarios import DrawnScenario, scenarios
 
 EXAMPLES: Final = int(os.environ.get("SAFETY_EXAMPLES", "120"))
 SEED: Final = int(os.environ.get("SAFETY_SEED", "1"))
@@ -47,17 +47,20 @@ def test_in_hardly_any_500_steps_of_random_scenarios_is_it_worth_less_than_98_pe
         suppress_health_check=list(HealthCheck),
     )
     @given(scenarios())
-    def every_window_holds(drawn: Drawn) -> None:
+    def every_window_holds(drawn: DrawnScenario) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            found = against_off(drawn.scenario(Path(folder)), by_request=drawn.has_memory)
-        assume(found is not None)
-        assert found is not None
-        worst.append(found.worst)
-        if found.worst < LOWEST:
+            comparison = against_off(drawn.scenario(Path(folder)), by_request=drawn.has_memory)
+        assume(comparison is not None)
+        assert comparison is not None
+        worst.append(comparison.worst)
+        if comparison.worst < LOWEST:
             _FOLDER.mkdir(parents=True, exist_ok=True)
-            said = f"{found.worst:.4f} of plain decoding in {WINDOW} steps from {found.begins}"
-            note(f"{drawn.write(_FOLDER, 'counterexample', said)}: {said}")
-        assert found.worst >= LOWEST
+            description = (
+                f"{comparison.worst:.4f} of plain decoding in {WINDOW} steps from "
+                f"{comparison.begins}"
+            )
+            note(f"{drawn.write(_FOLDER, 'counterexample', description)}: {description}")
+        assert comparison.worst >= LOWEST
 
     with without_constants_of_modules():
         every_window_holds()

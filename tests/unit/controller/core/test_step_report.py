@@ -94,32 +94,34 @@ def test_classes_may_leave_sequences_out():
 def test_rows_that_must_not_be_drafted_for_say_nothing_of_the_drafter():
     parts = groups(("mtp", 2, (0, 1, 2)), ("", 0, (1,)))
     report = StepReport(**GOOD, groups=parts)
-    assert report.drafted == ([0, 1, 2], ())
+    assert report.drafted_counts == ([0, 1, 2], ())
     assert report.undrafted_share == 0.25
 
 
 def test_a_narrow_row_that_was_accepted_whole_is_censored_at_its_width():
     parts = groups(("mtp", 2, (0, 0, 2)), ("mtp", 1, (1, 1)))
-    assert StepReport(**GOOD, groups=parts).drafted == ([1, 0, 2], [0, 1])
+    assert StepReport(**GOOD, groups=parts).drafted_counts == ([1, 0, 2], [0, 1])
 
 
 def test_proposals_are_summed_over_match_lengths():
     parts = proposals(("ngram", 0, (1, 0)), ("ngram", 4, (0, 1, 0), (0, 2)))
-    assert StepReport(**GOOD, proposals=parts).shown == {"ngram": ([1, 1, 0], [0, 2])}
+    assert StepReport(**GOOD, proposals=parts).proposal_counts_by_drafter == {
+        "ngram": ([1, 1, 0], [0, 2])
+    }
 
 
 def test_what_a_step_shows_of_its_own_drafter_is_said_apart_where_answers_ended():
     own = proposals(("mtp", 0, (1, 1, 1), (0, 1)))
     report = StepReport(**GOOD, proposals=own)
-    assert report.drafted == ([1, 1, 1], [0, 1])
+    assert report.drafted_counts == ([1, 1, 1], [0, 1])
     idle = proposals(("ngram", 0, (0, 4, 0), (0, 0)))
-    assert StepReport(**GOOD, proposals=idle).drafted == ((1, 1, 2), ())
+    assert StepReport(**GOOD, proposals=idle).drafted_counts == ((1, 1, 2), ())
 
 
 def test_rows_that_had_ended_show_nothing():
     parts = groups(("mtp", 2, (0, 1, 2)), ("mtp", 0, (1,), True))
     report = StepReport(**GOOD, groups=parts)
-    assert report.drafted == ([0, 1, 2], ())
+    assert report.drafted_counts == ([0, 1, 2], ())
     assert (report.ended_rows, report.undrafted_share) == (1, 0.0)
     assert (report.decoded_rows, report.generated_tokens) == (3, 3 + 1 + 2 * 2)
 

@@ -95,5 +95,5 @@ def of_the_best(steps: int, batch_size: int, seed: int) -> float:
 def test_each_is_found_again_where_it_is_good(
     steps: int, least: float, seeds: int, batch_size: int
 ):
-    found = [of_the_best(steps, batch_size, seed) for seed in range(seeds)]
-    assert statistics.mean(found) > least
+    shares = [of_the_best(steps, batch_size, seed) for seed in range(seeds)]
+    assert statistics.mean(shares) > least

@@ -11,7 +11,7 @@ import pytest
 from controller.doctor import Level
 from controller.doctor.finding import Finding
 from controller.doctor.processes import check_callers
-from tests.support.service_harness import ENVIRONMENT, serving, until
+from tests.support.service_harness import ENVIRONMENT, running_sidecar, wait_until
 from tests.unit.controller.doctor.test_local import public
 
 __all__ = ["public"]
@@ -28,23 +28,23 @@ sys.stdin.read()
 
 
 def checked(engines: Path, proc: Path) -> Finding:
-    (found,) = check_callers(engines, proc)
-    return found
+    (finding,) = check_callers(engines, proc)
+    return finding
 
 
 async def test_the_sidecars_user_in_another_container_is_an_operator(tmp_path: Path):
     (elsewhere := tmp_path / "proc").mkdir()  # of a container whose processes are not seen
     path = tmp_path / "controller.sock"
-    async with serving(tmp_path):
+    async with running_sidecar(tmp_path):
         assert checked(path, elsewhere).level is Level.OK
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(str(path))
             # The kernel names both ends once the sidecar has accepted the connection.
-            await until(lambda: checked(path, elsewhere).level is Level.WARN)
-            found = checked(path, elsewhere)
-            assert ("root" if os.getuid() == 0 else f"uid {os.getuid()}") in found.found
-            assert str(tmp_path / "controller-operators.sock") in found.found
-            assert "operators_directory" in found.fix
+            await wait_until(lambda: checked(path, elsewhere).level is Level.WARN)
+            finding = checked(path, elsewhere)
+            assert ("root" if os.getuid() == 0 else f"uid {os.getuid()}") in finding.state
+            assert str(tmp_path / "controller-operators.sock") in finding.state
+            assert "operators_directory" in finding.fix
             # The same process, seen: it is the operator's own.
             assert checked(path, Path("/proc")).level is Level.OK
         assert checked(path, elsewhere).level is Level.OK
@@ -54,7 +54,7 @@ async def test_the_sidecars_user_in_another_container_is_an_operator(tmp_path: P
 async def test_an_engine_with_a_user_of_its_own_is_none(public: Path):
     (elsewhere := public / "proc").mkdir()
     path = public / "controller.sock"
-    async with serving(public):
+    async with running_sidecar(public):
         path.chmod(0o666)
         with subprocess.Popen(  # noqa: ASYNC220  # it is only started here
             [sys.executable, "-c", CONNECT, str(path), str(NOBODY)],
@@ -69,12 +69,12 @@ async def test_an_engine_with_a_user_of_its_own_is_none(public: Path):
 async def test_sockets_in_two_directories_are_well_whoever_calls(tmp_path: Path):
     (elsewhere := tmp_path / "proc").mkdir()
     path = tmp_path / "controller.sock"
-    async with serving(tmp_path, operators_directory=tmp_path / "o"):
+    async with running_sidecar(tmp_path, operators_directory=tmp_path / "o"):
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(str(path))
-            found = checked(path, elsewhere)
-    assert found.level is Level.OK
-    assert str(tmp_path / "o" / "controller-operators.sock") in found.found
+            finding = checked(path, elsewhere)
+    assert finding.level is Level.OK
+    assert str(tmp_path / "o" / "controller-operators.sock") in finding.state
 
 
 def test_without_sockets_there_is_nothing_to_say(tmp_path: Path):

@@ -45,9 +45,9 @@ def listening(path: Path, mode: int = 0o660) -> Iterator[Path]:
         yield path
 
 
-def is_(finding: Finding, level: Level, found: str, fix: str = "") -> bool:
+def is_(finding: Finding, level: Level, expected_name: str, fix: str = "") -> bool:
     assert finding.level is level, finding
-    assert found in finding.found, finding
+    assert expected_name in finding.state, finding
     assert fix in finding.fix, finding
     assert bool(finding.fix) == (level is not Level.OK)
     return True
@@ -84,9 +84,9 @@ def test_a_socket_of_somebody_else(public: Path):
     with listening(public / "closed" / "s") as path:
         path.parent.chmod(0 if os.geteuid() else 0o700)
         with as_nobody():
-            found = local.check_socket(path)
+            finding = local.check_socket(path)
         path.parent.chmod(0o700)
-        assert is_(found, Level.FAIL, "may not look into its directory", "fsGroup")
+        assert is_(finding, Level.FAIL, "may not look into its directory", "fsGroup")
 
 
 def test_a_state_directory_that_can_be_written_with_room(tmp_path: Path):

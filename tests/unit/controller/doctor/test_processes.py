@@ -26,17 +26,17 @@ def process(
     (folder / "stat").write_text(f"{pid} (a ) b) S {parent} 1 1\n")
 
 
-def told(proc: Path) -> list[str]:
-    found = list(check_processes("unix:/s", proc))
-    assert all(it.level is Level.WARN and it.fix for it in found)
-    return [it.check for it in found]
+def process_findings(proc: Path) -> list[str]:
+    findings = list(check_processes("unix:/s", proc))
+    assert all(it.level is Level.WARN and it.fix for it in findings)
+    return [it.check for it in findings]
 
 
 def test_an_engine_with_an_agent_below_it_is_steered(tmp_path: Path):
     process(tmp_path, 10, 1, SGLANG)
     process(tmp_path, 11, 10, ("sglang::scheduler",))
     process(tmp_path, 12, 11, AGENT)
-    assert told(tmp_path) == []
+    assert process_findings(tmp_path) == []
 
 
 @pytest.mark.parametrize("title", ["sglang::scheduler", "VLLM::EngineCore"])
@@ -44,9 +44,9 @@ def test_a_title_hides_the_environment_of_the_process_between_both(tmp_path: Pat
     """As `setproctitle` does with the scheduler's process of either engine."""
     process(tmp_path, 10, 1, SGLANG)
     process(tmp_path, 11, 10, (title,), sidecar=None)
-    assert told(tmp_path) == ["process 10"]
+    assert process_findings(tmp_path) == ["process 10"]
     process(tmp_path, 12, 11, AGENT)
-    assert told(tmp_path) == []
+    assert process_findings(tmp_path) == []
 
 
 def test_who_may_not_be_looked_into_still_links_an_agent_to_its_engine(tmp_path: Path):
@@ -54,7 +54,7 @@ def test_who_may_not_be_looked_into_still_links_an_agent_to_its_engine(tmp_path:
     process(tmp_path, 11, 10, ("sglang::scheduler",), sidecar=None)
     (tmp_path / "11" / "environ").unlink()
     process(tmp_path, 12, 11, AGENT)
-    assert told(tmp_path) == []
+    assert process_findings(tmp_path) == []
 
 
 def test_an_engine_is_known_by_its_title_alone(tmp_path: Path):
@@ -62,7 +62,7 @@ def test_an_engine_is_known_by_its_title_alone(tmp_path: Path):
     process(tmp_path, 11, 10, ("VLLM::EngineCore",), sidecar=None)
     process(tmp_path, 20, 21, SGLANG)
     process(tmp_path, 21, 20, ("bash",))
-    assert told(tmp_path) == ["process 10", "process 21"]
+    assert process_findings(tmp_path) == ["process 10", "process 21"]
 
 
 def test_an_engine_without_an_agent_is_told_once(tmp_path: Path):
@@ -71,20 +71,20 @@ def test_an_engine_without_an_agent_is_told_once(tmp_path: Path):
     process(tmp_path, 20, 1, ("python", "my_server.py"))
     process(tmp_path, 21, 20, ("VLLM::EngineCore", "vllm"))
     process(tmp_path, 22, 21, AGENT)
-    assert told(tmp_path) == ["process 10"]
+    assert process_findings(tmp_path) == ["process 10"]
 
 
 def test_an_engine_that_is_embedded_is_known_by_what_it_has_started(tmp_path: Path):
     process(tmp_path, 20, 1, ("python", "my_server.py"), sidecar=None)
     process(tmp_path, 21, 20, ("sglang::scheduler",))
     process(tmp_path, 30, 1, ("bash",))
-    assert told(tmp_path) == ["process 21"]
+    assert process_findings(tmp_path) == ["process 21"]
 
 
 @pytest.mark.parametrize("sidecar", [None, "", "unix:/another"])
 def test_who_names_another_sidecar_or_none_is_not_looked_at(tmp_path: Path, sidecar: str | None):
     process(tmp_path, 10, 1, SGLANG, sidecar)
-    assert told(tmp_path) == []
+    assert process_findings(tmp_path) == []
 
 
 def test_what_cannot_be_read_says_nothing(tmp_path: Path):
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_says_nothing(tmp_path: Path):
     (tmp_path / "version").write_text("Linux")
     process(tmp_path, 11, 1, SGLANG)
     (tmp_path / "11" / "stat").write_text("garbage")
-    assert told(tmp_path) == []
+    assert process_findings(tmp_path) == []
 
 
 def test_it_reads_what_the_kernel_says():
@@ -104,7 +104,7 @@ def test_it_reads_what_the_kernel_says():
             wanted = f"process {started.pid}"
             eventually(
                 lambda: wanted in [found.check for found in check_processes(address)],
-                what="the process is seen",
+                description="the process is seen",
             )
         finally:
             started.kill()

@@ -72,20 +72,22 @@ class Page:
     def open(self, url: str) -> None:
         """Until it is loaded."""
         self.command("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, expression: str) -> Any:
         """Of JavaScript; a promise's, once it is kept."""
-        found = self.command(
+        reply = self.command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
-    def until(self, expression: str) -> Any:
+    def wait_until(self, expression: str) -> Any:
         """The expression's first true value."""
         return eventually(
-            lambda: self.value(expression), within=PATIENCE_SECONDS, what=f"true: {expression}"
+            lambda: self.value(expression),
+            timeout_seconds=PATIENCE_SECONDS,
+            description=f"true: {expression}",
         )
 
     def press(self, key: str) -> None:
@@ -127,13 +129,13 @@ class Page:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
         )  # fmt: skip
-        self.until(f"innerWidth === {width} && innerHeight === {height}")
+        self.wait_until(f"innerWidth === {width} && innerHeight === {height}")
         self.value(_TWO_FRAMES)
 
     def picture(self, whole: bool = True) -> bytes:
         """PNG of the whole page, or of what the window shows of it."""
-        found = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
-        return base64.b64decode(found["data"])
+        reply = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
+        return base64.b64decode(reply["data"])
 
 
 @contextmanager
@@ -141,14 +143,14 @@ def chromium(directory: Path) -> Iterator[Page]:
     """A browser with one tab; `directory` is its own."""
     program = shutil.which("chromium")
     assert program, "chromium is needed (Debian: apt-get install chromium)"
-    told = directory / "DevToolsActivePort"
+    port_file = directory / "DevToolsActivePort"
     command = [program, *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             port, path = eventually(
-                lambda: (told.exists() and told.read_text().split()[:2]) or None,
-                within=PATIENCE_SECONDS,
-                what="a browser that listens",
+                lambda: (port_file.exists() and port_file.read_text().split()[:2]) or None,
+                timeout_seconds=PATIENCE_SECONDS,
+                description="a browser that listens",
             )
             with connect(
                 f"ws://127.0.0.1:{port}{path}",

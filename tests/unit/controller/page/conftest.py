@@ -77,7 +77,7 @@ def scene(browser: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         page.resize(1280, 1000)
         scene = Scene(page, sidecar, engine, directory, port, processes)
         page.open(scene.origin)
-        page.until(f"location.href.startsWith('{scene.origin}')")
+        page.wait_until(f"location.href.startsWith('{scene.origin}')")
         page.requests.clear()
         page.problems.clear()
         yield scene

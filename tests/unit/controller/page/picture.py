@@ -47,7 +47,7 @@ def main(image: Path) -> None:
                 other.run(10, 6, 0.6)
                 # What the browser has to tell is read.
                 page.value("1")
-        page.until("document.querySelectorAll('#overrides tbody tr').length === 1")
+        page.wait_until("document.querySelectorAll('#overrides tbody tr').length === 1")
         image.write_bytes(page.picture(whole=False))
 
 

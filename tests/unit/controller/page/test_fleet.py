@@ -62,7 +62,7 @@ def fleet(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
             client.zadd(INDEX, {SOURCE: 1000 * now[0]})
         page.open(f"http://127.0.0.1:{port}")
         try:
-            page.until(f"{ROWS} === 50")
+            page.wait_until(f"{ROWS} === 50")
             yield page
         finally:
             page.open(scene.origin)
@@ -81,7 +81,7 @@ def total(name: str) -> str:
 
 
 def test_it_lists_the_engines_of_all_sidecars_with_totals(fleet: Page):
-    fleet.until(f"{total('engines')} === '{OTHERS + 1} of 2 sidecars'")
+    fleet.wait_until(f"{total('engines')} === '{OTHERS + 1} of 2 sidecars'")
     assert fleet.value(total("not steered")) == "14"
     assert fleet.value(total("with overrides")) == "1"
     assert fleet.value(total("gained per second")) == f"+{OTHERS * 300:,}"
@@ -90,32 +90,32 @@ def test_it_lists_the_engines_of_all_sidecars_with_totals(fleet: Page):
     assert "the first 50 are shown" in fleet.value("matches.textContent")
     for rows in (100, OTHERS + 1):
         fleet.value("document.getElementById('more').click()")
-        fleet.until(f"{ROWS} === {rows}")
+        fleet.wait_until(f"{ROWS} === {rows}")
     assert fleet.value("document.getElementById('more').hidden")
     assert fleet.value("document.getElementById('fleet-alone').hidden")
 
 
 def test_a_filter_narrows_rows_and_totals_and_a_bad_one_is_explained(fleet: Page):
     filter_by(fleet, "link=alone other-pod")
-    fleet.until(f"{ROWS} === 13")
+    fleet.wait_until(f"{ROWS} === 13")
     assert fleet.value(total("engines")) == "13 of 1 sidecar"
     assert fleet.value("matches.textContent") == "13 engines match"
     filter_by(fleet, "colour=red")
-    fleet.until(f"{FILTER}.ariaInvalid === 'true'")
+    fleet.wait_until(f"{FILTER}.ariaInvalid === 'true'")
     assert "colour" in fleet.value("matches.textContent")
     # The refusal is all that the console has to tell of the fleet.
     assert ["status of 400" in problem for problem in fleet.problems] == [True]
     fleet.problems.clear()
     filter_by(fleet, "no-such-engine")
-    fleet.until("matches.textContent === '0 engines match'")
+    fleet.wait_until("matches.textContent === '0 engines match'")
     assert fleet.value("document.getElementById('fleet-engines').hidden")
     filter_by(fleet, "")
-    fleet.until(f"{ROWS} === 50")
+    fleet.wait_until(f"{ROWS} === 50")
 
 
 def test_names_from_redis_are_text_and_only_own_engines_are_links(fleet: Page):
     filter_by(fleet, f"override={OVERRIDE}")
-    fleet.until(f"{ROWS} === 1")
+    fleet.wait_until(f"{ROWS} === 1")
     row = "[...document.querySelector('#fleet-engines tbody tr').cells].map(it => it.textContent)"
     cells = fleet.value(row)
     assert cells[:3] == [
@@ -129,10 +129,10 @@ def test_names_from_redis_are_text_and_only_own_engines_are_links(fleet: Page):
     assert fleet.value("window.hurt === undefined")
     assert fleet.value("document.querySelector('#fleet-engines a') === null")
     filter_by(fleet, "engine=pod-1")
-    fleet.until("document.querySelector('#fleet-engines a')?.textContent === 'pod-1'")
+    fleet.wait_until("document.querySelector('#fleet-engines a')?.textContent === 'pod-1'")
     assert fleet.value("document.querySelector('#fleet-engines a').hash") == "#show=pod-1"
     filter_by(fleet, "")
-    fleet.until(f"{ROWS} === 50")
+    fleet.wait_until(f"{ROWS} === 50")
 
 
 @pytest.mark.parametrize("width", [390, 768, 1260, 1440])
@@ -140,7 +140,7 @@ def test_it_fits_every_width_and_can_be_read(fleet: Page, width: int):
     theme = "dark" if width == 390 else "light"
     fleet.prefer(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
     fleet.resize(width, 900)
-    fleet.until(f"document.documentElement.dataset.theme === '{theme}'")
+    fleet.wait_until(f"document.documentElement.dataset.theme === '{theme}'")
     assert fleet.value("innerWidth") == width
     assert fleet.value("looks.overflowing()") == []
     texts, _, pale = fleet.value("looks.contrast()")
@@ -150,8 +150,8 @@ def test_it_fits_every_width_and_can_be_read(fleet: Page, width: int):
 
 def test_without_a_redis_it_says_how_to_see_the_fleet(scene: Scene, fleet: Page):
     fleet.open(scene.origin)
-    fleet.until("!document.getElementById('fleet-alone').hidden")
-    said = fleet.value("document.getElementById('fleet-alone').innerText")
-    assert "only its own engines are known" in said
-    assert "CONTROLLER_REDIS_URL" in said
+    fleet.wait_until("!document.getElementById('fleet-alone').hidden")
+    text = fleet.value("document.getElementById('fleet-alone').innerText")
+    assert "only its own engines are known" in text
+    assert "CONTROLLER_REDIS_URL" in text
     assert fleet.value("document.getElementById('fleet-shared').hidden")

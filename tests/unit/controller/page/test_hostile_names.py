@@ -65,7 +65,9 @@ def hostile(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         page.resize(1280, 1000)
         page.open(f"http://127.0.0.1:{port}")
         try:
-            page.until(f"document.querySelectorAll('#engines tbody tr').length === {len(ENGINES)}")
+            page.wait_until(
+                f"document.querySelectorAll('#engines tbody tr').length === {len(ENGINES)}"
+            )
             yield page
         finally:
             page.open(scene.origin)
@@ -78,11 +80,11 @@ def test_whatever_its_name_an_engine_is_shown_and_nothing_runs(
 ):
     engine_id, model, drafter = engine
     hostile.value(f"{ROW.format(engine_id)}.click()")
-    hostile.until(f"document.getElementById('engine-title').textContent === {engine_id!r}")
+    hostile.wait_until(f"document.getElementById('engine-title').textContent === {engine_id!r}")
     shown = SEEN if model == UNSEEN else model
-    hostile.until("!document.getElementById('detail').hidden")
+    hostile.wait_until("!document.getElementById('detail').hidden")
     facts = "[...document.querySelectorAll('#facts dd')].map(it => it.textContent)"
-    hostile.until(f"{facts}.length > 0")
+    hostile.wait_until(f"{facts}.length > 0")
     assert shown in hostile.value(facts)
     costs = "[...document.querySelectorAll('.heat th[scope=row]')].map(it => it.textContent)"
     assert f"{drafter} γ 1" in hostile.value(costs)
@@ -99,10 +101,12 @@ def test_overrides_and_engines_of_others_are_text(hostile: Page):
         "[...document.querySelectorAll('{} tbody tr')]"
         ".map(row => [...row.cells].map(cell => cell.textContent))"
     )
-    hostile.until("document.querySelectorAll('#overrides tbody tr').length === 2")
+    hostile.wait_until("document.querySelectorAll('#overrides tbody tr').length === 2")
     overrides = {row[6]: row[3] for row in hostile.value(cells.format("#overrides"))}
     assert overrides == {"constructor": SCRIPT, "toString": LONG_TEXT}
-    hostile.until(f"document.querySelectorAll('#fleet-engines tbody tr').length > {len(ENGINES)}")
+    hostile.wait_until(
+        f"document.querySelectorAll('#fleet-engines tbody tr').length > {len(ENGINES)}"
+    )
     fleet = {row[0]: row for row in hostile.value(cells.format("#fleet-engines"))}
     assert fleet["toString"][1:4] == ["hasOwnProperty", "steered", "γ 3 with constructor"]
     assert fleet["toString"][8:10] == ["constructor", "__proto__"]

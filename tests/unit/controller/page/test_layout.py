@@ -44,7 +44,7 @@ def shown_at(scene: Scene, width: int, theme: str) -> Page:
     page = scene.page
     page.prefer(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
     page.resize(width, 900)
-    page.until(f"document.documentElement.dataset.theme === '{theme}'")
+    page.wait_until(f"document.documentElement.dataset.theme === '{theme}'")
     # The newest second is drawn, and what scrolls is marked, at the next look.
     scene.run_until(f"document.querySelectorAll('.chart').length === 3 && {GAMMA} > 0", 23)
     return page
@@ -56,7 +56,7 @@ def test_nothing_overflows_overlaps_or_is_pale(busy: Scene, width: int, theme: s
     page = shown_at(busy, width, theme)
     assert page.value("innerWidth") == width
     assert page.value("looks.overflowing()") == []
-    page.until("looks.unmarked().length === 0")
+    page.wait_until("looks.unmarked().length === 0")
     assert page.value("looks.times(document.querySelector('#time-draft canvas')).length") >= 2
     assert page.value("looks.clashing()") == []
     texts, samples, pale = page.value("looks.contrast()")
@@ -69,11 +69,11 @@ def test_nothing_overflows_overlaps_or_is_pale(busy: Scene, width: int, theme: s
 def test_on_a_phone_the_cost_table_scrolls_with_the_running_column_in_view(busy: Scene):
     page = shown_at(busy, 390, "light")
     assert page.value("cost.scrollWidth > cost.clientWidth")
-    within = (
+    is_within = (
         "(([box, it]) => it.left >= box.left && it.right <= box.right)"
         "([cost, document.querySelector('.heat .now')].map(e => e.getBoundingClientRect()))"
     )
-    page.until(within)
+    page.wait_until(is_within)
 
 
 def test_the_pointer_reads_values_on_both_charts(busy: Scene):
@@ -85,7 +85,7 @@ def test_the_pointer_reads_values_on_both_charts(busy: Scene):
     # Seconds in which this machine had no time for a step have no values.
     busy.run_until(f"{AT}.startsWith('values at ') && {GAMMA} > 0 && parseFloat({speed}) > 0", 23)
     page.point(x, 1)
-    page.until(f"{AT}.startsWith('newest values, ')")
+    page.wait_until(f"{AT}.startsWith('newest values, ')")
 
 
 def middle(page: Page, chart: str, share: float = 0.5) -> tuple[float, float]:
@@ -105,16 +105,16 @@ def test_a_zoom_shows_less_and_can_be_undone_in_three_ways(busy: Scene):
     right, _ = middle(page, "time-draft", 0.75)
 
     def undone_by(act: str) -> None:
-        page.until(f"{RANGE}.startsWith('the last ')")
+        page.wait_until(f"{RANGE}.startsWith('the last ')")
         page.drag(left, right, y)
-        page.until(f"{RANGE}.includes(' to ')")
+        page.wait_until(f"{RANGE}.includes(' to ')")
         assert page.value("document.getElementById('zoom-out').hidden") is False
         # Both charts have the same range of time.
         times = page.value("looks.all('.chart canvas').slice(0, 2).map(looks.times)")
         assert len(times[0]) >= 2
         assert times[0] == times[1]
         page.value(act)
-        page.until(f"{RANGE}.startsWith('the last ')")
+        page.wait_until(f"{RANGE}.startsWith('the last ')")
         assert page.value("document.getElementById('zoom-out').hidden") is True
 
     undone_by("document.getElementById('zoom-out').click()")
@@ -123,11 +123,11 @@ def test_a_zoom_shows_less_and_can_be_undone_in_three_ways(busy: Scene):
     )
     page.value("document.getElementById('time-load').focus()")
     page.press("+")
-    page.until(f"{RANGE}.includes(' to ')")
+    page.wait_until(f"{RANGE}.includes(' to ')")
     page.press("Escape")
-    page.until(f"{RANGE}.startsWith('the last ')")
+    page.wait_until(f"{RANGE}.startsWith('the last ')")
     page.value("document.querySelector('[data-seconds=\"60\"]').click()")
-    page.until(f"{RANGE} === 'the last 60 s'")
+    page.wait_until(f"{RANGE} === 'the last 60 s'")
     page.value("document.querySelector('[data-seconds=\"600\"]').click()")
 
 
@@ -143,7 +143,8 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     seen: list[tuple[str, str]] = []
     # The pause of the engine lies between two stretches with values.
     while not (
-        is_between_values("–", [gamma for _, gamma in seen]) and len({at for at, _ in seen}) > 5
+        is_between_values("–", [gamma for _, gamma in seen])
+        and len({time_ms for time_ms, _ in seen}) > 5
     ):
         assert len(seen) < STOPS_MAX, seen
         page.press("ArrowLeft")
@@ -151,11 +152,11 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     aloud = page.value("document.getElementById('time-aloud').textContent")
     assert aloud.startswith(seen[-1][0].removeprefix("values at "))
     assert f"draft length γ, eagle3 {seen[-1][1]}, tokens per step τ " in aloud
-    times = [at for at, _ in seen]
-    assert all(at.startswith("values at ") for at in times)
+    times = [time_ms for time_ms, _ in seen]
+    assert all(time_ms.startswith("values at ") for time_ms in times)
     assert len(set(times)) > 5
     page.value("document.activeElement.blur()")
-    page.until(f"{AT}.startsWith('newest values, ')")
+    page.wait_until(f"{AT}.startsWith('newest values, ')")
 
 
 def test_a_second_without_a_report_and_missing_seconds_are_gaps(scene: Scene):

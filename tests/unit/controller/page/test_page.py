@@ -43,8 +43,8 @@ def test_every_reason_has_plain_words(scene: Scene):
 
 def test_an_engine_that_cannot_be_shown_is_not_said_to_run_without_speculation(scene: Scene):
     line = "{ unavailable: 'explain failed', gamma: 0, drafter: '' }"
-    said = scene.page.value(f"import('/words.js').then(it => it.runsNow({line}))")
-    assert said == "cannot be shown"
+    text = scene.page.value(f"import('/words.js').then(it => it.runsNow({line}))")
+    assert text == "cannot be shown"
 
 
 def test_it_draws_history_costs_survival_and_reasons(scene: Scene):
@@ -126,9 +126,9 @@ def test_overrides_are_shown_with_author_and_end_and_nothing_becomes_markup(scen
     scene.run_until(f"{scene.cell('pod-7', 'overrides')}.includes('{fleet[6]}')", 4)
     # What holds for the engine stands beside what it does.
     scene.run_until("held.querySelectorAll('p').length === 2", 4)
-    said = page.value("held.textContent")
-    assert "Override: no speculation by " in said
-    assert HOSTILE in said
+    text = page.value("held.textContent")
+    assert "Override: no speculation by " in text
+    assert HOSTILE in text
     assert page.value("doing.textContent") == "No speculation (γ = 0)"
     # What is forbidden is faint: of six draft lengths only gamma = 0 is left.
     scene.run_until(
@@ -142,7 +142,7 @@ def test_overrides_are_shown_with_author_and_end_and_nothing_becomes_markup(scen
 def test_the_keyboard_is_enough(scene: Scene):
     page = scene.page
     page.open(f"{scene.origin}/?from-its-top")
-    page.until(f"{ROW.format(LONG)} !== null")
+    page.wait_until(f"{ROW.format(LONG)} !== null")
     stops = []
     for _ in range(4):
         page.press("Tab")
@@ -153,22 +153,24 @@ def test_the_keyboard_is_enough(scene: Scene):
     assert stops[:3] == ["skip", "theme", "pod-7"]
     page.value("document.querySelector('tr[data-engine=\"pod-7\"]').focus()")
     page.press("ArrowDown")
-    page.until(f"document.getElementById('engine-title').textContent === {LONG!r}")
+    page.wait_until(f"document.getElementById('engine-title').textContent === {LONG!r}")
     assert page.value("document.activeElement.dataset.engine") == LONG
     assert page.value(f"{ROW.format(LONG)}.getAttribute('aria-selected')") == "true"
     assert page.value(f"{ROW.format('pod-7')}.getAttribute('aria-selected')") == "false"
-    page.until(f"document.getElementById('facts').textContent.includes({HOSTILE!r})")
-    page.until(f"document.querySelector('.heat th[scope=row]').textContent.includes({HOSTILE!r})")
+    page.wait_until(f"document.getElementById('facts').textContent.includes({HOSTILE!r})")
+    page.wait_until(
+        f"document.querySelector('.heat th[scope=row]').textContent.includes({HOSTILE!r})"
+    )
     page.press("ArrowDown")
     assert page.value("document.activeElement.dataset.engine") == LONG
     page.press("Home")
-    page.until("document.getElementById('engine-title').textContent === 'pod-7'")
+    page.wait_until("document.getElementById('engine-title').textContent === 'pod-7'")
     page.press("End")
-    page.until(f"document.getElementById('engine-title').textContent === {LONG!r}")
+    page.wait_until(f"document.getElementById('engine-title').textContent === {LONG!r}")
     assert page.value("document.images.length") == 1
     assert page.value("window.hurt === undefined")
     page.press("ArrowUp")
-    page.until("document.getElementById('engine-title').textContent === 'pod-7'")
+    page.wait_until("document.getElementById('engine-title').textContent === 'pod-7'")
 
 
 def test_everything_that_is_shown_has_a_name(scene: Scene):
@@ -184,22 +186,22 @@ def test_it_is_light_or_dark_as_the_system_says_or_as_told(scene: Scene):
     page = scene.page
     ground = "getComputedStyle(document.body).backgroundColor"
     page.prefer(prefers_color_scheme="light")
-    page.until("document.documentElement.dataset.theme === 'light'")
+    page.wait_until("document.documentElement.dataset.theme === 'light'")
     light = page.value(ground)
     page.prefer(prefers_color_scheme="dark")
-    page.until("document.documentElement.dataset.theme === 'dark'")
+    page.wait_until("document.documentElement.dataset.theme === 'dark'")
     assert page.value(ground) != light
     page.value("document.getElementById('theme').focus()")
     page.press("Enter")
     assert page.value("document.getElementById('theme').ariaLabel") == "Colours: light"
     assert page.value(ground) == light
     page.open(f"{scene.origin}/?again")
-    page.until("document.documentElement.dataset.theme === 'light'")
+    page.wait_until("document.documentElement.dataset.theme === 'light'")
     page.value("document.getElementById('theme').focus()")
     page.press("Enter")
     page.press("Enter")
     assert page.value("document.documentElement.dataset.theme") == "dark"
-    page.until(ROW.format("pod-7") + " !== null")
+    page.wait_until(ROW.format("pod-7") + " !== null")
 
 
 def test_motion_is_left_out_where_it_is_not_wanted(scene: Scene):
@@ -233,17 +235,17 @@ def test_no_script_that_came_with_markup_would_run(scene: Scene):
 def test_it_says_since_when_it_is_stale_and_recovers(scene: Scene):
     page = scene.page
     scene.sidecar.stop()
-    page.until("!document.getElementById('stale').hidden")
-    said = page.value("document.getElementById('stale').textContent")
-    assert said.startswith("Stale since ")
+    page.wait_until("!document.getElementById('stale').hidden")
+    text = page.value("document.getElementById('stale').textContent")
+    assert text.startswith("Stale since ")
     assert page.value("document.getElementById('live').textContent") == "stale"
     # What was known stays.
     assert page.value(scene.cell("pod-7", "runs now")) == "no speculation"
     scene.processes.enter_context(
         sidecar_process(scene.directory, "--page-port", str(scene.port), "--ready-with", "guess")
     )
-    page.until("document.getElementById('stale').hidden")
-    page.until("document.getElementById('live').textContent === 'live'")
+    page.wait_until("document.getElementById('stale').hidden")
+    page.wait_until("document.getElementById('live').textContent === 'live'")
     scene.engine.wait_for_a_plan()
-    page.until(f"{ROW.format('pod-7')} !== null")
-    page.until(f"{ROW.format(LONG)} === null")
+    page.wait_until(f"{ROW.format('pod-7')} !== null")
+    page.wait_until(f"{ROW.format(LONG)} === null")

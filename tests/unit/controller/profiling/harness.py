@@ -73,7 +73,9 @@ async def running(engine: ClockworkEngine) -> AsyncIterator[ClockworkEngine]:
 
 
 @asynccontextmanager
-async def beside(folder: Path, *engines: ClockworkEngine, **settings: Any) -> AsyncIterator[None]:
+async def run_alongside(
+    folder: Path, *engines: ClockworkEngine, **settings: Any
+) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(sidecar(folder, **settings))
         for engine in engines:
@@ -95,7 +97,7 @@ async def profile(
     return await asyncio.wait_for(profile_engine(request, notes or Notes()), PATIENCE_SECONDS)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110  # another thread's state, no event
             await asyncio.sleep(0.01)

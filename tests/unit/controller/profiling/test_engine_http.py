@@ -4,7 +4,7 @@ import pytest
 
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import EngineUnreachableError, ProfilingUsageError
-from tests.support.answering import answering
+from tests.support.answering import serve_answers
 from tests.support.closing_server import ClosingServer
 
 
@@ -20,7 +20,7 @@ async def test_every_sequence_of_a_load_is_aborted_on_a_connection_of_its_own():
     with ClosingServer(aborts=3) as server:
         generation = EngineHttp(server.url).generate([[1], [2], [3]], ["a", "b", "c"], 8)
         await generation.stop()
-        assert generation.ended
+        assert generation.has_ended
     assert server.requests.count("/abort_request") == 3
     assert server.reused == 0
 
@@ -29,7 +29,7 @@ async def test_every_sequence_of_a_load_is_aborted_on_a_connection_of_its_own():
 def engine() -> Iterator[dict[str, object]]:
     """Answers by path; "" is the URL."""
     answers: dict[str, object] = {}
-    with answering(answers) as url:
+    with serve_answers(answers) as url:
         answers[""] = url
         yield answers
 
@@ -37,7 +37,7 @@ def engine() -> Iterator[dict[str, object]]:
 async def test_a_redirect_is_not_followed(engine: dict[str, object]):
     engine["/server_info"] = {"never": "read"}
     refused = pytest.raises(EngineUnreachableError, match="/server_info answers 302")
-    with answering({}, redirect=f"{engine['']}/server_info") as url, refused:
+    with serve_answers({}, redirect=f"{engine['']}/server_info") as url, refused:
         await EngineHttp(url, "secret").limits()
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.profile import ProfileCell
 from controller.profiling.errors import MeasurementError
-from controller.profiling.fit import disorder, fit_context, fit_costs, why_doubtful
+from controller.profiling.fit import doubt_reason, fit_context, fit_costs, largest_disorder
 from controller.profiling.samples import CellKey, Context, Samples
 
 K_KV = 3e-7
@@ -18,7 +18,7 @@ def cost(gamma, size, kv_tokens, k_kv=K_KV):
 def cells(gammas=(0, 1, 3), sizes=(1, 4, 16), k_kv=K_KV, noise=0.01, steps=40, sweep=True, seed=3):
     """Every context grows by a few tokens a step, as in a real load."""
     rng = np.random.default_rng(seed)
-    made = {}
+    samples_by_key = {}
 
     def add(gamma, size, context, start):
         samples = Samples()
@@ -26,7 +26,7 @@ def cells(gammas=(0, 1, 3), sizes=(1, 4, 16), k_kv=K_KV, noise=0.01, steps=40, s
             kv_tokens = size * (start + i * (1 + gamma // 2))
             seconds = cost(gamma, size, kv_tokens, k_kv) * (1 + noise * rng.standard_normal())
             samples.add(seconds, kv_tokens, i // 10)
-        made[CellKey("mtp", gamma, size, context)] = samples
+        samples_by_key[CellKey("mtp", gamma, size, context)] = samples
 
     for gamma in gammas:
         for size in sizes:
@@ -36,7 +36,7 @@ def cells(gammas=(0, 1, 3), sizes=(1, 4, 16), k_kv=K_KV, noise=0.01, steps=40, s
         for gamma in (0, 1):
             add(gamma, 4, Context.SHORT, 128)
             add(gamma, 4, Context.LONG, 4096)
-    return made
+    return samples_by_key
 
 
 def test_cells_are_the_cost_at_the_reference_context_wherever_they_were_measured():
@@ -81,10 +81,14 @@ def test_half_a_sweep_is_none():
 
 
 def test_cells_with_next_to_no_steps_are_left_out():
-    made = cells()
+    samples_by_key = cells()
     key = CellKey("mtp", 3, 16)
-    made[key] = Samples(made[key].seconds[:2], made[key].kv_tokens[:2], made[key].rounds[:2])
-    assert not any(c.gamma == 3 and c.batch_size == 16 for c in fit_costs(made).cells)
+    samples_by_key[key] = Samples(
+        samples_by_key[key].seconds[:2],
+        samples_by_key[key].kv_tokens[:2],
+        samples_by_key[key].rounds[:2],
+    )
+    assert not any(c.gamma == 3 and c.batch_size == 16 for c in fit_costs(samples_by_key).cells)
 
 
 def test_an_empty_grid_is_refused():
@@ -101,18 +105,18 @@ def grid(cost_of, spread=0.02):
 
 
 def test_costs_that_rise_with_batch_and_draft_length_are_not_doubted():
-    assert disorder(grid(lambda gamma, size: cost(gamma, size, 0))) == 0
-    assert why_doubtful(grid(lambda gamma, size: cost(gamma, size, 0))) == ""
+    assert largest_disorder(grid(lambda gamma, size: cost(gamma, size, 0))) == 0
+    assert doubt_reason(grid(lambda gamma, size: cost(gamma, size, 0))) == ""
 
 
 def test_a_small_batch_that_costs_more_than_a_large_one_casts_doubt():
     def busy_once(gamma, size):
         return cost(gamma, size, 0) * (4 if size == 1 else 1)
 
-    assert disorder(grid(busy_once)) > 0.5
-    assert "costs up to" in why_doubtful(grid(busy_once))
+    assert largest_disorder(grid(busy_once)) > 0.5
+    assert "costs up to" in doubt_reason(grid(busy_once))
 
 
 def test_so_does_a_wide_spread():
-    doubt = why_doubtful(grid(lambda gamma, size: cost(gamma, size, 0), spread=0.4))
+    doubt = doubt_reason(grid(lambda gamma, size: cost(gamma, size, 0), spread=0.4))
     assert "spread by 40%" in doubt

@@ -9,13 +9,13 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.profile_file import (
-    Partial,
+    PartialMeasurement,
     load_partial,
     partial_path,
     save_partial,
 )
 from controller.profiling.samples import CellKey, Context, Samples
-from controller.util.files import write_whole
+from controller.util.files import write_atomically
 
 NOW = datetime(2030, 5, 1, 12, tzinfo=UTC)
 SPEC = EngineSpec(
@@ -32,16 +32,16 @@ CELLS = {
 
 
 def a_partial(started_at=NOW):
-    return Partial.of(SPEC, started_at, ("grid:1",), CELLS)
+    return PartialMeasurement.from_cells(SPEC, started_at, ("grid:1",), CELLS)
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     path = tmp_path / "p.partial.json"
     save_partial(path, a_partial())
-    found = load_partial(path)
-    assert found == a_partial()
-    assert found is not None
-    assert found.cells_by_key() == CELLS
+    loaded_partial = load_partial(path)
+    assert loaded_partial == a_partial()
+    assert loaded_partial is not None
+    assert loaded_partial.cells_by_key() == CELLS
     assert [p.name for p in tmp_path.iterdir()] == ["p.partial.json"]
 
 
@@ -91,36 +91,36 @@ def test_what_is_no_partial_at_all_is_refused(tmp_path, content):
 
 
 def test_a_partial_of_this_engine_and_day_can_be_gone_on_with():
-    assert a_partial().why_unusable(SPEC, NOW + timedelta(hours=23)) == ""
+    assert a_partial().unusable_reason(SPEC, NOW + timedelta(hours=23)) == ""
 
 
 def test_an_old_partial_cannot():
-    assert "more than a day" in a_partial().why_unusable(SPEC, NOW + timedelta(hours=25))
+    assert "more than a day" in a_partial().unusable_reason(SPEC, NOW + timedelta(hours=25))
 
 
 def test_nor_can_one_from_the_future():
-    assert a_partial().why_unusable(SPEC, NOW - timedelta(hours=1))
+    assert a_partial().unusable_reason(SPEC, NOW - timedelta(hours=1))
 
 
 def test_nor_one_of_another_engine_and_the_field_is_named():
     other = dataclasses.replace(
         SPEC, fingerprint=dataclasses.replace(SPEC.fingerprint, device="gpu")
     )
-    assert "device differs" in a_partial().why_unusable(other, NOW)
+    assert "device differs" in a_partial().unusable_reason(other, NOW)
     drafter = dataclasses.replace(SPEC.drafters[0], revision="r2")
     other = dataclasses.replace(SPEC, drafters=(drafter,))
-    assert "drafter mtp differs" in a_partial().why_unusable(other, NOW)
+    assert "drafter mtp differs" in a_partial().unusable_reason(other, NOW)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    write_whole(path, b"old")
+    write_atomically(path, b"old")
 
     def fail(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -12,7 +12,12 @@ from controller.core.cost.profile import Profile
 from controller.profiling.profile_file import partial_path
 from speculation.v1 import plan_pb2
 from tests.support.clockwork_engine import ClockworkEngine
-from tests.unit.controller.profiling.harness import beside, running, socket_address, until
+from tests.unit.controller.profiling.harness import (
+    run_alongside,
+    running,
+    socket_address,
+    wait_until,
+)
 
 
 async def start(folder, *options, url="http://127.0.0.1:1", wait_seconds=0) -> Process:
@@ -41,7 +46,7 @@ def last_line(text):
 async def test_it_measures_prints_the_table_and_is_reused_the_next_time(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     options = ("--batch-sizes", "1,2", "--budget", "2")
-    async with beside(tmp_path, engine):
+    async with run_alongside(tmp_path, engine):
         code, out, err = await ended(await start(tmp_path, *options, url=engine.url))
         assert code == 0, err
         profile = Profile.from_json((tmp_path / "profile.json").read_text())
@@ -51,7 +56,7 @@ async def test_it_measures_prints_the_table_and_is_reused_the_next_time(tmp_path
         assert "about" in err  # progress
         assert "--batch-sizes 1,2" in profile.command
 
-        steps = len(engine.ran)
+        steps = len(engine.executed_steps)
         code, out, err = await ended(await start(tmp_path, "-o", "json", url=engine.url))
         assert code == 0, err
         document = json.loads(out)
@@ -60,35 +65,35 @@ async def test_it_measures_prints_the_table_and_is_reused_the_next_time(tmp_path
         assert document["engine_ids"] == ["clockwork"]
         assert Profile.from_json(json.dumps(document["profile"])) == profile
         assert "it is reused" in err
-        assert len(engine.ran) == steps
+        assert len(engine.executed_steps) == steps
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_ends_it_cleanly_with_everything_kept(tmp_path, number):
     engine = ClockworkEngine(socket_address(tmp_path))
     partial = partial_path(tmp_path / "profile.json")
-    async with beside(tmp_path, engine):
+    async with run_alongside(tmp_path, engine):
         process = await start(tmp_path, "--budget", "40", "--tolerance", "0.0001", url=engine.url)
-        await until(lambda: len(engine.ran) > 300)
+        await wait_until(lambda: len(engine.executed_steps) > 300)
         process.send_signal(number)
         code, _, err = await ended(process)
         assert code == 128 + number
         assert last_line(err) == f"controller profile: stopped ({number.name})"
         assert "Traceback" not in err
         assert sum(len(cell["seconds"]) for cell in json.loads(partial.read_text())["cells"]) > 100
-        await until(lambda: engine.busy == 0)
-        await until(lambda: engine.plan_reason != plan_pb2.REASON_PROFILING)
+        await wait_until(lambda: engine.busy == 0)
+        await wait_until(lambda: engine.plan_reason != plan_pb2.REASON_PROFILING)
     assert not (tmp_path / "profile.json").exists()
 
 
 async def test_a_killed_command_leaves_the_engine_planned_for_normally(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
-    async with beside(tmp_path, engine):
+    async with run_alongside(tmp_path, engine):
         process = await start(tmp_path, "--budget", "40", url=engine.url)
-        await until(lambda: engine.plan_reason == plan_pb2.REASON_PROFILING)
+        await wait_until(lambda: engine.plan_reason == plan_pb2.REASON_PROFILING)
         process.kill()
         await process.wait()
-        await until(lambda: engine.plan_reason != plan_pb2.REASON_PROFILING)
+        await wait_until(lambda: engine.plan_reason != plan_pb2.REASON_PROFILING)
         await ended(process)
 
 
@@ -98,7 +103,7 @@ async def test_each_kind_of_failure_has_its_exit_code_and_one_line(tmp_path):
     assert "start one with `controller serve --address unix:" in err
 
     engine, bare = ClockworkEngine(socket_address(tmp_path)), ClockworkEngine("")
-    async with beside(tmp_path, bare):
+    async with run_alongside(tmp_path, bare):
         code, _, err = await ended(await start(tmp_path))
         assert (code, err.count("\n")) == (5, 1)
         assert "no engine answers at http://127.0.0.1:1" in err
@@ -126,7 +131,7 @@ async def test_an_api_key_is_not_written_into_the_profile(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     engine.api_key = "very-secret"
     options = ("--batch-sizes", "1", "--budget", "1", "--api-key", "very-secret")
-    async with beside(tmp_path, engine):
+    async with run_alongside(tmp_path, engine):
         code, _, err = await ended(await start(tmp_path, *options, url=engine.url))
     assert code == 0, err
     assert "very-secret" not in (tmp_path / "profile.json").read_text()

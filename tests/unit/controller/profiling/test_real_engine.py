@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.core.cost.profile import Profile
-from tests.support.engine import DRAFT, EAGLE3, TARGET, environment, serving
+from tests.support.engine import DRAFT, EAGLE3, TARGET, environment, running_engine
 from tests.support.eventually import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -75,8 +75,12 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
     try:
-        eventually((folder / "controller.sock").exists, within=60, what="the sidecar serves")
-        with serving(folder, [*EAGLE3, *STATIC], variables) as engine:
+        eventually(
+            (folder / "controller.sock").exists,
+            timeout_seconds=60,
+            description="the sidecar serves",
+        )
+        with running_engine(folder, [*EAGLE3, *STATIC], variables) as engine:
             yield Stand(folder, address, f"http://127.0.0.1:{engine.port}")
     finally:
         sidecar.terminate()

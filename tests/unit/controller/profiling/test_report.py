@@ -7,7 +7,7 @@ from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.profiling.profile_file import default_path, uncovered
+from controller.profiling.profile_file import default_path, uncovered_choices
 from controller.profiling.progress import BarReporter, LineReporter
 from controller.profiling.report import hardware_note, measured_text, profile_tables
 
@@ -52,7 +52,7 @@ def test_the_table_shows_milliseconds_and_ratios_to_gamma_zero():
 
 
 def test_columns_that_are_left_out_first_lie_between_others():
-    cells = tuple(ProfileCell("mtp", 0, 2**at, 0.01, 0.0, 1) for at in range(8))
+    cells = tuple(ProfileCell("mtp", 0, 2**exponent, 0.01, 0.0, 1) for exponent in range(8))
     [table] = profile_tables(dataclasses.replace(PROFILE, cells=cells))
     assert [column.priority for column in table.columns] == [0, 0, 3, 2, 3, 1, 3, 2, 0]
 
@@ -85,8 +85,8 @@ def test_the_default_path_names_model_device_and_identity():
 
 
 def test_what_a_reused_profile_did_not_measure_is_listed():
-    assert uncovered(PROFILE, spec("target")) == ["batches above 4"]
-    assert uncovered(PROFILE, spec("target", gammas=(0, 3, 9)))[0] == "mtp gamma 9"
+    assert uncovered_choices(PROFILE, spec("target")) == ["batches above 4"]
+    assert uncovered_choices(PROFILE, spec("target", gammas=(0, 3, 9)))[0] == "mtp gamma 9"
 
 
 def test_lines_come_now_and_then():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.profiling.samples import summarise, without_outliers
+from controller.profiling.samples import remove_outliers, summarise
 
 
 def noisy(count, seed=0, level=0.01, noise=0.02):
@@ -57,5 +57,5 @@ def test_the_median_of_what_is_kept_lies_within_what_was_measured(seconds):
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=50), st.floats(0.01, 100))
 def test_what_is_an_outlier_does_not_depend_on_the_unit(seconds, factor):
-    kept = len(without_outliers(seconds))
-    assert abs(len(without_outliers([s * factor for s in seconds])) - kept) <= 1
+    kept = len(remove_outliers(seconds))
+    assert abs(len(remove_outliers([s * factor for s in seconds])) - kept) <= 1

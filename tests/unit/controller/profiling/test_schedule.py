@@ -13,9 +13,9 @@ from controller.profiling.schedule import (
     ProfilingSettings,
     TimeBudget,
     batch_sizes_for,
-    long_context,
-    parts_of,
-    sweep_arms,
+    context_sweep_arms,
+    long_context_tokens,
+    profile_parts,
 )
 
 GRID, CONTEXT = PartKind.GRID, PartKind.CONTEXT
@@ -55,59 +55,59 @@ def test_settings_that_cannot_work_are_refused(changes):
 
 
 def test_the_grid_is_gone_through_up_and_down_with_the_sweep_between():
-    parts = parts_of((1, 2, 4, 8, 16))
+    parts = profile_parts((1, 2, 4, 8, 16))
     assert [p.batch_size for p in parts] == [1, 2, 4, 8, 16, 2, 8, 16, 8, 4, 2, 1]
     assert [p.name for p in parts if p.kind is CONTEXT] == ["context:2", "context:8"]
-    assert [p.name for p in parts_of((32,))] == ["grid:32", "context:32", "grid:32:again"]
+    assert [p.name for p in profile_parts((32,))] == ["grid:32", "context:32", "grid:32:again"]
     assert len({p.name for p in parts}) == len(parts)
 
 
 def test_every_draft_length_is_an_arm_and_two_of_them_are_swept():
     assert Arm("mtp", 0) in engine().arms
     assert len(engine().arms) == 6
-    assert sweep_arms(engine()) == (Arm("mtp", 0), Arm("mtp", 3))
-    assert sweep_arms(engine(gammas=(4,))) == (Arm("mtp", 4),)
+    assert context_sweep_arms(engine()) == (Arm("mtp", 0), Arm("mtp", 3))
+    assert context_sweep_arms(engine(gammas=(4,))) == (Arm("mtp", 4),)
 
 
 def make_budget(parts):
     settings = ProfilingSettings(budget_seconds=100.0, context_share=0.2, spare_share=0.1)
     budget = TimeBudget(settings, parts, len(parts))
-    budget.begin(1000.0)
+    budget.start(1000.0)
     return budget
 
 
 def test_the_shares_are_the_budget_less_the_spare_and_the_sweep_gets_its_own():
-    parts, now, shares = parts_of((1, 2, 4)), 1000.0, {}
+    parts, now, shares = profile_parts((1, 2, 4)), 1000.0, {}
     budget = make_budget(parts)
     for part in parts:
-        shares[part.name] = budget.share(part, now)
+        shares[part.name] = budget.part_seconds(part, now)
         now += shares[part.name]
-        budget.finish(part)
+        budget.finish_part(part)
     assert now == pytest.approx(1090.0)
     assert shares["context:1"] + shares["context:4"] == pytest.approx(0.2 * 90)
     assert shares["grid:1"] == pytest.approx(shares["grid:4:again"])
 
 
 def test_time_that_a_part_leaves_goes_to_those_after_it():
-    budget = make_budget(parts_of((1, 2, 4)))
+    budget = make_budget(profile_parts((1, 2, 4)))
     first = ProfilePart(GRID, 1)
-    before = budget.share(ProfilePart(GRID, 2), 1000.0)
-    budget.finish(first)
-    assert budget.share(ProfilePart(GRID, 2), 1001.0) > before
+    before = budget.part_seconds(ProfilePart(GRID, 2), 1000.0)
+    budget.finish_part(first)
+    assert budget.part_seconds(ProfilePart(GRID, 2), 1001.0) > before
 
 
 def test_progress_goes_from_nothing_to_all_and_the_time_left_to_zero():
-    parts = parts_of((1, 2, 4))
+    parts = profile_parts((1, 2, 4))
     budget = make_budget(parts)
     assert budget.progress(0.0, 1000.0) == (0.0, 90.0)
     assert budget.progress(0.5, 1010.0)[0] == pytest.approx(0.8 / 6 / 2)
     for part in parts:
-        budget.finish(part)
+        budget.finish_part(part)
     assert budget.progress(0.0, 1080.0) == (1.0, 0.0)
 
 
 def test_a_resumed_measurement_gets_the_part_of_the_budget_that_is_left():
-    parts = parts_of((1, 2, 4))
+    parts = profile_parts((1, 2, 4))
     settings = ProfilingSettings(budget_seconds=100.0)
     assert TimeBudget(settings, parts[4:], len(parts)).seconds == pytest.approx(50.0)
 
@@ -126,14 +126,14 @@ def test_a_load_grows_as_far_as_the_context_and_the_pool_allow():
 
 def test_the_long_context_is_the_longest_that_fits_and_can_be_afforded():
     settings = ProfilingSettings()
-    assert long_context(8, settings, loads(), 1e-6, 10.0) == 8192
-    assert long_context(8, settings, loads(sequence_tokens=2043), 1e-6, 10.0) == 1536
-    assert long_context(8, settings, loads(pool_tokens=16_384), 1e-6, 10.0) == 1536
+    assert long_context_tokens(8, settings, loads(), 1e-6, 10.0) == 8192
+    assert long_context_tokens(8, settings, loads(sequence_tokens=2043), 1e-6, 10.0) == 1536
+    assert long_context_tokens(8, settings, loads(pool_tokens=16_384), 1e-6, 10.0) == 1536
     # 8 sequences at a millisecond a token: 4 s of 10 are 500 tokens each.
-    assert long_context(8, settings, loads(), 1e-3, 10.0) == 384
-    assert long_context(8, settings, loads(), 1e-2, 10.0) == 0
+    assert long_context_tokens(8, settings, loads(), 1e-3, 10.0) == 384
+    assert long_context_tokens(8, settings, loads(), 1e-2, 10.0) == 0
 
 
 def test_no_long_context_where_the_short_one_is_long_already():
     settings = dataclasses.replace(ProfilingSettings(), context_tokens=8000)
-    assert long_context(1, settings, loads(), 1e-9, 10.0) == 0
+    assert long_context_tokens(1, settings, loads(), 1e-9, 10.0) == 0

@@ -9,7 +9,7 @@ from controller.settings.settings import CLIENT_VARIABLES
 from controller.util.exit_codes import Exit
 from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.credentials import free_address, make_authority, token_line
-from tests.unit.controller.profiling.harness import beside, profile, socket_address
+from tests.unit.controller.profiling.harness import profile, run_alongside, socket_address
 
 BRIEF = ProfilingSettings(batch_sizes=(1,), budget_seconds=1.0)
 
@@ -33,7 +33,7 @@ async def test_the_environment_names_what_it_takes(tmp_path: Path, monkeypatch: 
             await profile(tmp_path, engine, sidecar=address, wait_seconds=0.0)
         assert error.value.exit_code is code
 
-    async with beside(tmp_path, engine, tcp=tcp, access=access, **tls):
+    async with run_alongside(tmp_path, engine, tcp=tcp, access=access, **tls):
         await refused("If it serves TLS, name its authority in CONTROLLER_CA", Exit.NO_SIDECAR)
         monkeypatch.setenv("CONTROLLER_CA", str(tmp_path / "ca.pem"))
         await refused(f"the sidecar at {address} refuses: no token", Exit.DENIED)

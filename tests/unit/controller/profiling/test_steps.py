@@ -75,4 +75,4 @@ def test_rows_that_verified_another_width_are_left_out_and_named(settled):
     uneven.expect(4, range(50, 200))
     assert uneven.accepts(mixed)
     narrow = replace(step(), groups=(RowGroup("mtp", 1, (4, 0)),))
-    assert [settled.width_of(narrow), uneven.width_of(narrow)] == [1, 2]
+    assert [settled.verified_gamma(narrow), uneven.verified_gamma(narrow)] == [1, 2]

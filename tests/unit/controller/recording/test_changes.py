@@ -9,8 +9,8 @@ import pytest
 from controller.core.step_report import RowGroup, StepReport
 from controller.recording.counterfactual import Counterfactual, CounterfactualChange
 from controller.recording.html_page import MissingPlotsError, new_figure
-from controller.recording.incident_report import render_ticket
-from controller.recording.recording import RecordingPart, find
+from controller.recording.incident_report import render_incident_report
+from controller.recording.recording import SegmentReader, find_recording
 from controller.recording.replay import replay
 from controller.recording.window import Window
 from tests.support.recorded_events import EventfulEngine, engine, recorder, segments
@@ -18,8 +18,8 @@ from tests.support.recorded_events import EventfulEngine, engine, recorder, segm
 
 def changed_midway(directory: Path) -> None:
     """Steps, other constants, steps, another segment, steps, the last plan."""
-    with recorder(directory) as made:
-        running = engine(made)
+    with recorder(directory) as live_recorder:
+        running = engine(live_recorder)
         core = running.core
         training = core.updates.training
         assert training is not None
@@ -28,27 +28,27 @@ def changed_midway(directory: Path) -> None:
             replace(core._settings, switch_margin=0.2), replace(training.settings, margin=0.02)
         )
         running.run(60)
-        core._event_log.due = True
+        core._event_log.is_opening_due = True
         running.run(60)
-        core.last_plan(30.0)
+        core.make_last_plan(30.0)
 
 
 def test_a_later_segment_begins_with_what_holds_then(tmp_path: Path):
     changed_midway(tmp_path)
-    first, second = (RecordingPart(path).opening for path in segments(tmp_path))
+    first, second = (SegmentReader(path).opening for path in segments(tmp_path))
     assert (first.planner.switch_margin, second.planner.switch_margin) == (0.01, 0.2)
     assert (first.training.margin, second.training.margin) == (0.05, 0.02)
-    verdict = replay(find(tmp_path))
+    verdict = replay(find_recording(tmp_path))
     assert (verdict.first, verdict.gaps, verdict.states) == (None, [], 1)
     # By itself as well, as if the first had been lost.
-    assert replay(find(segments(tmp_path)[1])).is_same
+    assert replay(find_recording(segments(tmp_path)[1])).is_same
 
 
 def test_what_would_have_been_keeps_its_own_constants(tmp_path: Path):
     changed_midway(tmp_path)
     what_if = Counterfactual(CounterfactualChange({"probe_share": 0.0}))
-    replay(find(tmp_path), [what_if])
-    other = what_if._other
+    replay(find_recording(tmp_path), [what_if])
+    other = what_if._changed_core
     assert other is not None
     assert (other._settings.probe_share, other._settings.switch_margin) == (0.0, 0.2)
 
@@ -56,8 +56,8 @@ def test_what_would_have_been_keeps_its_own_constants(tmp_path: Path):
 def test_a_ticket_says_both(tmp_path: Path):
     changed_midway(tmp_path)
     window = Window()
-    replay(find(tmp_path), [window])
-    assert "settings read again: switch_margin = 0.2" in [text for _, text in window.inputs]
+    replay(find_recording(tmp_path), [window])
+    assert "settings read again: switch_margin = 0.2" in [text for _, text in window.input_log]
     assert "the sidecar is stopping" in window.plans[-1].detail
 
 
@@ -80,13 +80,13 @@ def test_rows_that_had_ended_made_no_tokens(tmp_path: Path):
                 )
             )  # fmt: skip
 
-    with recorder(tmp_path) as made:
-        run(engine(made))
+    with recorder(tmp_path) as live_recorder:
+        run(engine(live_recorder))
     window, what_if = Window(), Counterfactual(CounterfactualChange({"probe_share": 0.0}))
-    verdict = replay(find(tmp_path), [window, what_if])
+    verdict = replay(find_recording(tmp_path), [window, what_if])
     assert list(window.steps.decoded) == [3] * 10
     assert list(window.steps.tokens) == [7] * 10
-    assert what_if.found.observed_tokens == 70
-    page = render_ticket(window, verdict)
+    assert what_if.comparison.observed_tokens == 70
+    page = render_incident_report(window, verdict)
     assert "<td>14.0</td>" in page.replace(" class=n", "")
     assert "<td>2.33</td>" in page.replace(" class=n", "")

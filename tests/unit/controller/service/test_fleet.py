@@ -20,20 +20,28 @@ from controller.store.interface import PROFILES
 from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.credentials import token_line
-from tests.support.override_calls import FLEET, asked, clear, gammas, listed, plan_under, set_
+from tests.support.override_calls import (
+    FLEET,
+    clear_override,
+    gammas,
+    list_overrides,
+    make_override_request,
+    plan_under,
+    set_override,
+)
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     failure,
     health_stub,
     make_profile,
-    next_of,
+    read_next,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 
@@ -44,13 +52,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, server: RedisServer, count: int = 2) -> AsyncIterator[list[Running]]:
+async def fleet(
+    folder: Path, server: RedisServer, count: int = 2
+) -> AsyncIterator[list[RunningSidecar]]:
     async with AsyncExitStack() as stack:
         sidecars = []
         for number in range(count):
             own = folder / f"pod-{number}"
             own.mkdir(exist_ok=True)
-            sidecars.append(await stack.enter_async_context(serving(own, redis_url=server.url)))
+            sidecars.append(
+                await stack.enter_async_context(running_sidecar(own, redis_url=server.url))
+            )
         yield sidecars
 
 
@@ -62,14 +74,16 @@ async def test_an_override_reaches_every_sidecar(tmp_path: Path, server: RedisSe
             await stream.send()
             await stream.plan()
             streams.append(stream)
-        await set_(sidecars[0], scope=FLEET, gamma=1)
-        plans = await soon(asyncio.gather(*(plan_under(stream, "o1") for stream in streams)))
+        await set_override(sidecars[0], scope=FLEET, gamma=1)
+        plans = await with_timeout(
+            asyncio.gather(*(plan_under(stream, "o1") for stream in streams))
+        )
         assert all(set(gammas(plan).values()) == {1} for plan in plans)
         # Another operator, at another sidecar, takes it back.
-        await clear(sidecars[2])
-        await soon(asyncio.gather(*(plan_under(stream) for stream in streams)))
+        await clear_override(sidecars[2])
+        await with_timeout(asyncio.gather(*(plan_under(stream) for stream in streams)))
         query = policy_pb2.QueryAuditRequest()
-        records = (await soon(sidecars[1].policy.QueryAudit(query))).records
+        records = (await with_timeout(sidecars[1].policy.QueryAudit(query))).records
         assert [(r.action, r.author) for r in records] == [("clear", "bob"), ("set", "ann")]
 
 
@@ -78,28 +92,28 @@ async def test_without_redis_engines_are_steered_on_under_what_was_in_force(
 ):
     async with fleet(tmp_path, server) as (one, two):
         await one.introduce()
-        await set_(one, scope=FLEET, gamma=1)
-        await until(lambda: bool(two.sidecar.override_registry.active()))
+        await set_override(one, scope=FLEET, gamma=1)
+        await wait_until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
         await two.introduce("late")
         assert set(gammas((await two.status("late")).plan).values()) == {1}
-        code, text = await failure(one.policy.SetOverride(asked("o2", off=True)))
+        code, text = await failure(one.policy.SetOverride(make_override_request("o2", off=True)))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "redis" in text
-        assert set(await listed(one)) == {"o1"}
-        await until(lambda: not two.sidecar.override_registry.health.ok)
+        assert set(await list_overrides(one)) == {"o1"}
+        await wait_until(lambda: not two.sidecar.override_registry.health.ok)
         assert (
             "the local copy of the overrides stays in force" in (await one.explain()).store.detail
         )
         server.start()
-        await until(
+        await wait_until(
             lambda: (
                 one.sidecar.override_registry.health.ok and two.sidecar.override_registry.health.ok
             )
         )
         # It came back empty, and has everything again.
-        async with serving(tmp_path, redis_url=server.url) as new:
-            await until(lambda: bool(new.sidecar.override_registry.active()))
+        async with running_sidecar(tmp_path, redis_url=server.url) as new:
+            await wait_until(lambda: bool(new.sidecar.override_registry.active()))
 
 
 async def test_a_store_in_trouble_is_a_health_status_of_its_own(
@@ -114,16 +128,16 @@ async def test_a_store_in_trouble_is_a_health_status_of_its_own(
         watch: Any = stub.Watch(health_pb2.HealthCheckRequest(service="speculation.store"))
 
         async def becomes(status: int) -> None:
-            while (await next_of(watch)).status != status:
+            while (await read_next(watch)).status != status:
                 pass
 
-        await soon(becomes(serving_))
+        await with_timeout(becomes(serving_))
         server.kill()
-        await soon(becomes(away))
-        whole = await soon(stub.Check(health_pb2.HealthCheckRequest()))
+        await with_timeout(becomes(away))
+        whole = await with_timeout(stub.Check(health_pb2.HealthCheckRequest()))
         assert whole.status == serving_
         server.start()
-        await soon(becomes(serving_))
+        await with_timeout(becomes(serving_))
 
 
 async def test_an_override_ends_everywhere_though_redis_is_gone(
@@ -131,10 +145,10 @@ async def test_an_override_ends_everywhere_though_redis_is_gone(
 ):
     async with fleet(tmp_path, server) as (one, two):
         # Long enough for the other sidecar to see it, which without a message takes half a second.
-        await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 3.0})
-        await until(lambda: bool(two.sidecar.override_registry.active()))
+        await set_override(one, scope=FLEET, off=True, request={"ttl_seconds": 3.0})
+        await wait_until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
-        await until(
+        await wait_until(
             lambda: (
                 not (
                     one.sidecar.override_registry.active() or two.sidecar.override_registry.active()
@@ -147,10 +161,10 @@ async def test_of_two_operators_at_two_sidecars_only_one_replaces(
     tmp_path: Path, server: RedisServer
 ):
     async with fleet(tmp_path, server) as (one, two):
-        etag = (await set_(one, scope=FLEET, gamma=1)).held.etag
+        etag = (await set_override(one, scope=FLEET, gamma=1)).held.etag
         results = await asyncio.gather(
-            set_(one, scope=FLEET, gamma=2, request={"etag": etag}),
-            set_(two, scope=FLEET, gamma=3, request={"etag": etag}),
+            set_override(one, scope=FLEET, gamma=2, request={"etag": etag}),
+            set_override(two, scope=FLEET, gamma=3, request={"etag": etag}),
             return_exceptions=True,
         )
         refused = [r for r in results if isinstance(r, grpc.aio.AioRpcError)]
@@ -164,10 +178,10 @@ async def test_what_one_pod_has_measured_the_next_one_finds_when_it_boots(
     install = service_pb2.InstallProfileRequest(profile_json=profile.to_json())
     async with fleet(tmp_path, server, 1) as (one,):
         await one.introduce()
-        await soon(one.profiling.InstallProfile(install))
+        await with_timeout(one.profiling.InstallProfile(install))
     later = tmp_path / "later"
     later.mkdir()
-    async with serving(later, redis_url=server.url) as two:
+    async with running_sidecar(later, redis_url=server.url) as two:
         await two.introduce("booted")
         await two.introduce("of-another-model", target_model="another")
         async with asyncio.timeout(60):
@@ -183,7 +197,7 @@ async def test_what_one_pod_has_measured_the_next_one_finds_when_it_boots(
 async def test_a_profile_under_a_wrong_name_is_refused(tmp_path: Path, server: RedisServer):
     async with fleet(tmp_path, server, 1) as (one,):
         await one.introduce()
-        identity = identity_of(one.sidecar.registry.by_engine("engine-0").spec)
+        identity = identity_of(one.sidecar.registry.find_by_engine("engine-0").spec)
         blobs = one.sidecar.store.blobs
         await blobs.put(PROFILES, identity, "01", make_profile("another").to_json())
         await one.introduce()
@@ -195,8 +209,8 @@ async def test_a_profile_under_a_wrong_name_is_refused(tmp_path: Path, server: R
         assert not (await one.status()).profile_id
         # What is right is found among what is not.
         right = service_pb2.PushProfileRequest(profile_json=make_profile().to_json())
-        assert (await soon(one.profiling.PushProfile(right))).identity == identity
-        await until(lambda: one.sidecar.registry.by_engine("engine-0").core.profile_id)
+        assert (await with_timeout(one.profiling.PushProfile(right))).identity == identity
+        await wait_until(lambda: one.sidecar.registry.find_by_engine("engine-0").core.profile_id)
 
 
 async def test_measurements_of_several_pods_are_one_profile_for_the_next(
@@ -206,18 +220,20 @@ async def test_measurements_of_several_pods_are_one_profile_for_the_next(
         profiles = [make_profile(measured_at=f"2020-01-0{n}") for n in (1, 2)]
         for running, profile in zip((one, two), profiles, strict=True):
             request = service_pb2.PushProfileRequest(profile_json=profile.to_json())
-            await soon(running.profiling.PushProfile(request))
-            await soon(running.profiling.PushProfile(request))
-        listed = await soon(two.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
+            await with_timeout(running.profiling.PushProfile(request))
+            await with_timeout(running.profiling.PushProfile(request))
+        listed = await with_timeout(two.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
         (stored,) = listed.profiles
         assert set(stored.measurements) == {p.profile_id for p in profiles}
         assert stored.steps == 2 * sum(c.steps for c in profiles[0].cells)
         await two.introduce()
-        await until(lambda: two.sidecar.registry.by_engine("engine-0").core.profile_id)
+        await wait_until(lambda: two.sidecar.registry.find_by_engine("engine-0").core.profile_id)
         assert (await two.status()).profile_id == stored.profile_id
         for name in (stored.identity, stored.profile_id):
             ask = service_pb2.GetProfileRequest(profile_id=name)
-            got = Profile.from_json((await soon(two.profiling.GetProfile(ask))).profile_json)
+            got = Profile.from_json(
+                (await with_timeout(two.profiling.GetProfile(ask))).profile_json
+            )
             assert got.profile_id == stored.profile_id
 
 
@@ -230,7 +246,7 @@ async def test_where_no_profile_fits_the_field_that_differs_is_named(
             profile, fingerprint=dataclasses.replace(profile.fingerprint, device="H200")
         )
         push = service_pb2.PushProfileRequest(profile_json=other.to_json())
-        await soon(one.profiling.PushProfile(push))
+        await with_timeout(one.profiling.PushProfile(push))
         await one.introduce()
         ask = service_pb2.GetProfileRequest(engine_id="engine-0")
         code, text = await failure(one.profiling.GetProfile(ask))
@@ -248,7 +264,9 @@ async def test_where_no_profile_fits_the_field_that_differs_is_named(
         assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def steered(running: Running, engine_id: str, clock: VirtualClock | None = None) -> None:
+async def steered(
+    running: RunningSidecar, engine_id: str, clock: VirtualClock | None = None
+) -> None:
     """An engine whose drafts are all accepted, in 200 steps.
 
     clock: the sidecar's, moved on by each step; what is learnt depends on when it decides.
@@ -259,12 +277,12 @@ async def steered(running: Running, engine_id: str, clock: VirtualClock | None =
             clock.advance(0.02)
         report = report_message(step, accepted_counts=[0, 0, 0, 4], gamma=3)
         asking = service_pb2.DecideRequest(session_id=session_id, report=report)
-        await soon(running.speculation.Decide(asking))
+        await with_timeout(running.speculation.Decide(asking))
 
 
-def first_position(running: Running, engine_id: str) -> tuple[float, float]:
-    core = running.sidecar.registry.by_engine(engine_id).core
-    curve = core.traffic.drafters["mtp"].curve()
+def first_position(running: RunningSidecar, engine_id: str) -> tuple[float, float]:
+    core = running.sidecar.registry.find_by_engine(engine_id).core
+    curve = core.traffic.estimators["mtp"].curve()
     return curve.conditional[0], curve.exposures[0]
 
 
@@ -274,14 +292,14 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
 ):
     where: dict[str, Any] = {"redis_url": server.url} if kind == "redis" else {}
     clock = VirtualClock()
-    async with serving(tmp_path, clock, **where) as one:
+    async with running_sidecar(tmp_path, clock, **where) as one:
         await steered(one, "old", clock)
     # Its last words are in the store; the next sidecar, or the same again, has them.
     next_folder = tmp_path / "next" if kind == "redis" else tmp_path
     next_folder.mkdir(exist_ok=True)
-    async with serving(next_folder, **where) as two:
+    async with running_sidecar(next_folder, **where) as two:
         await two.introduce()
-        await until(lambda: first_position(two, "engine-0")[1] > 0)
+        await wait_until(lambda: first_position(two, "engine-0")[1] > 0)
         mean, exposures = first_position(two, "engine-0")
         assert mean > 0.9
         assert 50 < exposures <= 64
@@ -289,7 +307,7 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
         await two.introduce("of-another-model", target_model="another")
         await asyncio.sleep(0.2)
         assert first_position(two, "of-another-model")[1] == 0
-    async with serving(next_folder, warm_start=False, **where) as cold:
+    async with running_sidecar(next_folder, warm_start=False, **where) as cold:
         await cold.introduce()
         await asyncio.sleep(0.2)
         assert first_position(cold, "engine-0")[1] == 0
@@ -297,7 +315,7 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
 
 async def test_an_engine_that_comes_again_goes_on_from_where_it_was(tmp_path: Path):
     clock = VirtualClock()
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         await steered(running, "engine-0", clock)
         await running.introduce()
         assert first_position(running, "engine-0")[0] > 0.9
@@ -310,7 +328,7 @@ async def test_what_one_access_entry_has_told_does_not_displace_what_another_has
     # What an engine has learnt depends on when it decided, and so on the clock.
     clock = VirtualClock()
     async with (
-        serving(tmp_path, clock, tcp=address, access=access) as running,
+        running_sidecar(tmp_path, clock, tcp=address, access=access) as running,
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
@@ -318,14 +336,14 @@ async def test_what_one_access_entry_has_told_does_not_displace_what_another_has
         async def learns(token: str, name: str, accepted: int) -> None:
             metadata = (("authorization", f"Bearer {token}"),)
             request = service_pb2.IntroduceRequest(engine=engine_message(name))
-            opened = await soon(stub.Introduce(request, metadata=metadata))
+            opened = await with_timeout(stub.Introduce(request, metadata=metadata))
             counts = [4 if k == accepted else 0 for k in range(4)]
             for step in range(1, 151):
                 clock.advance(0.02)
                 report = report_message(step, gamma=3, accepted_counts=counts)
                 asking = service_pb2.DecideRequest(session_id=opened.session_id, report=report)
-                await soon(stub.Decide(asking, metadata=metadata))
-            running.sidecar._estimates.tell(running.sidecar.registry.by_engine(name))
+                await with_timeout(stub.Decide(asking, metadata=metadata))
+            running.sidecar._fleet_estimates.publish(running.sidecar.registry.find_by_engine(name))
 
         await learns("a", "honest-0", 3)
         # Many engines that nobody knows tell the opposite.
@@ -333,13 +351,15 @@ async def test_what_one_access_entry_has_told_does_not_displace_what_another_has
             await learns("b", f"evil-{number}", 0)
         for token, name in (("a", "honest-1"), ("b", "evil-x")):
             request = service_pb2.IntroduceRequest(engine=engine_message(name))
-            await soon(stub.Introduce(request, metadata=(("authorization", f"Bearer {token}"),)))
-            await until(lambda name=name: first_position(running, name)[1] > 0)
+            await with_timeout(
+                stub.Introduce(request, metadata=(("authorization", f"Bearer {token}"),))
+            )
+            await wait_until(lambda name=name: first_position(running, name)[1] > 0)
         assert first_position(running, "honest-1")[0] > 0.9
         assert first_position(running, "evil-x")[0] < 0.2
         # Who has neither's entry begins between the two, and not where the louder one is.
         await running.introduce("third")
-        await until(lambda: first_position(running, "third")[1] > 0)
+        await wait_until(lambda: first_position(running, "third")[1] > 0)
         assert 0.3 < first_position(running, "third")[0] < 0.7
 
 
@@ -353,14 +373,14 @@ async def test_estimates_on_the_shelf_that_are_none_harm_nobody(
             await one.introduce("old")  # ends the session before, which tells
             shelf = "{speculation:1}:acceptance"
             # The sidecar writes beside this, on the same event loop.
-            await until(lambda: client.zcard(shelf))
+            await wait_until(lambda: client.zcard(shelf))
             (key,) = client.zrange(shelf, 0, -1)
             # Beside others they are left out.
             now = round(time.time() * 1000)
             junk = {"01": b"\xff", "02": f'{{"at": {now}, "text": "no"}}', "03": '{"at": 1e400}'}
             client.hset(f"{{speculation:1}}:acceptance:{key}", mapping=junk)
             await one.introduce("beside")
-            await until(lambda: first_position(one, "beside")[1] > 0)
+            await wait_until(lambda: first_position(one, "beside")[1] > 0)
             for text in ('{"at": 0, "text": "no"}', '{"at": 0, "text": "[{}]"}'):
                 client.delete(f"{{speculation:1}}:acceptance:{key}")
                 client.hset(f"{{speculation:1}}:acceptance:{key}", "01", text)
@@ -376,5 +396,5 @@ async def test_a_profile_that_cannot_be_shared_is_used_all_the_same(
         await one.introduce()
         server.kill()
         install = service_pb2.InstallProfileRequest(profile_json=make_profile().to_json())
-        await soon(one.profiling.InstallProfile(install))
+        await with_timeout(one.profiling.InstallProfile(install))
         assert (await one.status()).profile_id == make_profile().profile_id

@@ -10,7 +10,7 @@ from controller.service.net.errors import StartRefusedError
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
 from lab.harness.processes import free_port
-from tests.support.service_harness import PATIENCE_SECONDS, failure, serving
+from tests.support.service_harness import PATIENCE_SECONDS, failure, running_sidecar
 from tests.support.sidecar_process import sidecar_process
 
 
@@ -20,7 +20,7 @@ def servers(channel: Any) -> Any:
 
 
 async def test_channelz_is_off_by_default(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         assert (await failure(servers(running.channel)))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -9,11 +9,17 @@ import structlog
 
 from controller.core.cost.profile import Profile
 from controller.core.settings import PlannerSettings
-from controller.service.reload import difference
-from controller.settings.settings import RELOADED, Settings, keys
+from controller.service.reload import settings_change
+from controller.settings.settings import RELOADED, Settings, setting_keys
 from controller.wire.explanations import explain
 from speculation.v1 import service_pb2
-from tests.support.service_harness import Running, make_profile, report_message, serving, soon
+from tests.support.service_harness import (
+    RunningSidecar,
+    make_profile,
+    report_message,
+    running_sidecar,
+    with_timeout,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +29,7 @@ def level() -> Iterator[None]:
     logging.getLogger().setLevel(before)
 
 
-async def reload(running: Running, directory: Path, **settings: Any) -> list[Any]:
+async def reload(running: RunningSidecar, directory: Path, **settings: Any) -> list[Any]:
     """The log's lines."""
     sidecar = running.sidecar
     address = {"address": f"unix:{directory}/controller.sock", "metrics_port": 0}
@@ -42,7 +48,7 @@ def older(profile: Profile) -> Profile:
 
 
 async def test_what_can_change_does_and_what_cannot_is_named(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         lines = await reload(
             running,
             tmp_path,
@@ -60,7 +66,10 @@ async def test_what_can_change_does_and_what_cannot_is_named(tmp_path: Path):
         sidecar = running.sidecar
         assert logging.getLogger().level == logging.ERROR
         assert (sidecar.registry.max_engines, sidecar.registry.idle_seconds) == (7, 8.0)
-        assert (sidecar._policy.default_seconds, sidecar._policy.max_seconds) == (9.0, 90.0)
+        assert (
+            sidecar._policy_servicer.default_lifetime_seconds,
+            sidecar._policy_servicer.max_lifetime_seconds,
+        ) == (9.0, 90.0)
         assert sidecar._readiness.ready_with == "guess"
         settings = sidecar._settings
         assert (settings.last_lease_seconds, settings.planner.lease_seconds) == (10.0, 11.0)
@@ -79,23 +88,23 @@ async def test_what_can_change_does_and_what_cannot_is_named(tmp_path: Path):
 async def test_engines_that_are_steered_get_the_new_constants_and_keep_what_was_learnt(
     tmp_path: Path,
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        core = running.sidecar.registry.by_engine("engine-0").core
+        core = running.sidecar.registry.find_by_engine("engine-0").core
         for message in map(report_message, range(1, 50)):
-            await soon(
+            await with_timeout(
                 running.speculation.Decide(
                     service_pb2.DecideRequest(
-                        session_id=running.sidecar.registry.by_engine("engine-0").session_id,
+                        session_id=running.sidecar.registry.find_by_engine("engine-0").session_id,
                         report=message,
                     )
                 )
             )
-        beliefs = core.traffic.beliefs()
+        beliefs = core.traffic.acceptance_snapshots()
         planner, training = {"lease_seconds": 2.0, "policy": "tide"}, {"threshold": 9}
         await reload(running, tmp_path, planner=planner, training=training)
-        assert running.sidecar.registry.by_engine("engine-0").core is core
-        assert core.traffic.beliefs() == beliefs
+        assert running.sidecar.registry.find_by_engine("engine-0").core is core
+        assert core.traffic.acceptance_snapshots() == beliefs
         assert explain(core).policy == "tide"
         await running.introduce("later")
         assert (await running.status("later")).plan.lease_ms == 2000
@@ -111,7 +120,7 @@ async def test_engines_that_are_steered_get_the_new_constants_and_keep_what_was_
     ],
 )
 async def test_bad_settings_change_nothing(tmp_path: Path, bad: dict[str, Any], text: str):
-    async with serving(tmp_path, max_engines=3) as running:
+    async with running_sidecar(tmp_path, max_engines=3) as running:
         before, level = running.sidecar._settings, logging.getLogger().level
         good = {"max_engines": 9, "log_level": "error", "planner": {"lease_seconds": 1.0}}
         [line] = await reload(running, tmp_path, **(good | bad))
@@ -126,7 +135,7 @@ async def test_bad_settings_change_nothing(tmp_path: Path, bad: dict[str, Any], 
 
 async def test_profiles_are_read_again(tmp_path: Path):
     path = tmp_path / "p.json"
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         path.write_text(make_profile().to_json())
         lines = await reload(running, tmp_path, profiles=[path])
@@ -144,11 +153,11 @@ async def test_profiles_are_read_again(tmp_path: Path):
 
 async def test_a_profile_that_was_measured_since_is_not_displaced_by_the_file(tmp_path: Path):
     (tmp_path / "p.json").write_text(make_profile(measured_at="2019-06-01").to_json())
-    async with serving(tmp_path, profiles=[tmp_path / "p.json"]) as running:
+    async with running_sidecar(tmp_path, profiles=[tmp_path / "p.json"]) as running:
         await running.introduce()
         measured = dataclasses.replace(older(make_profile()), measured_at="2020-06-01")
         install = service_pb2.InstallProfileRequest(profile_json=measured.to_json())
-        await soon(running.profiling.InstallProfile(install))
+        await with_timeout(running.profiling.InstallProfile(install))
         await reload(running, tmp_path, profiles=[tmp_path / "p.json"])
         assert (await running.status()).profile_id == measured.profile_id
 
@@ -158,9 +167,9 @@ def test_every_setting_is_either_changed_or_waits():
     new = now.model_copy(
         update={"planner": PlannerSettings(shift_z=9.0), "reflection": False, "drain_seconds": 1.0}
     )
-    found = difference(now, new)
-    assert found.changed == ("drain_seconds", "planner.shift_z")
-    assert found.waiting == ("reflection",)
-    assert found.settings.reflection
-    assert found.settings.planner.shift_z == 9.0
-    assert {key.partition(".")[0] for key in keys()} > RELOADED
+    settings_difference = settings_change(now, new)
+    assert settings_difference.changed == ("drain_seconds", "planner.shift_z")
+    assert settings_difference.needs_restart == ("reflection",)
+    assert settings_difference.settings.reflection
+    assert settings_difference.settings.planner.shift_z == 9.0
+    assert {key.partition(".")[0] for key in setting_keys()} > RELOADED

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from controller.service.net.errors import StartRefusedError
-from controller.service.net.limits import Bucket
+from controller.service.net.limits import TokenBucket
 from controller.service.net.unix_sockets import SocketTakenError
 from controller.service.server import Sidecar
 from controller.service.state.profile_registry import ProfileFileError
@@ -29,8 +29,8 @@ from tests.support.service_harness import (
     failure,
     health_stub,
     report_message,
-    serving,
-    soon,
+    running_sidecar,
+    with_timeout,
 )
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -45,19 +45,19 @@ def settings(directory: Path, **changes: object) -> Settings:
 
 @pytest.mark.parametrize("service", ["", *SERVICES])
 async def test_each_service_reports_its_health(tmp_path: Path, service: str):
-    async with serving(tmp_path, ready_with="guess") as running:
+    async with running_sidecar(tmp_path, ready_with="guess") as running:
         health = health_stub(running.channel)
-        answer = await soon(health.Check(health_pb2.HealthCheckRequest(service=service)))
+        answer = await with_timeout(health.Check(health_pb2.HealthCheckRequest(service=service)))
     assert answer.status == SERVING
 
 
 async def test_watchers_learn_of_the_end_and_do_not_hold_it_up(tmp_path: Path):
-    async with serving(tmp_path, drain_seconds=3600.0) as running:
+    async with running_sidecar(tmp_path, drain_seconds=3600.0) as running:
         health = health_stub(running.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
-        assert (await soon(watch.read())).status == SERVING
-        await soon(running.sidecar.stop())
-        assert (await soon(watch.read())).status == NOT_SERVING
+        assert (await with_timeout(watch.read())).status == SERVING
+        await with_timeout(running.sidecar.stop())
+        assert (await with_timeout(watch.read())).status == NOT_SERVING
 
 
 async def test_reflection_lists_the_services_and_their_methods(tmp_path: Path):
@@ -68,8 +68,8 @@ async def test_reflection_lists_the_services_and_their_methods(tmp_path: Path):
             file = database.FindFileContainingSymbol("speculation.v1.SpeculationService")
             return services, [method.name for method in file.service[0].method]
 
-    async with serving(tmp_path):
-        services, methods = await soon(asyncio.to_thread(ask))
+    async with running_sidecar(tmp_path):
+        services, methods = await with_timeout(asyncio.to_thread(ask))
     assert {*SERVICES, "grpc.health.v1.Health"} <= set(services)
     assert methods == ["Introduce", "Steer", "Decide"]
 
@@ -79,7 +79,7 @@ async def test_a_client_of_another_language_finds_every_method_by_reflection(
     tmp_path: Path, version: str
 ):
     buf = Path(sys.executable).with_name("buf")
-    async with serving(tmp_path):
+    async with running_sidecar(tmp_path):
         arguments = (
             "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version,
             "--unix-socket", f"{tmp_path}/controller.sock", "--list-methods", "http://localhost",
@@ -87,9 +87,9 @@ async def test_a_client_of_another_language_finds_every_method_by_reflection(
         process = await asyncio.create_subprocess_exec(
             buf, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        found, trouble = await soon(process.communicate())
+        output, trouble = await with_timeout(process.communicate())
     assert process.returncode == 0, trouble
-    methods = set(found.decode().split())
+    methods = set(output.decode().split())
     assert "speculation.v1.PolicyService/GetOverride" in methods
     assert "grpc.health.v1.Health/Check" in methods
     for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha"):
@@ -101,20 +101,20 @@ async def test_reflection_can_be_left_out(tmp_path: Path):
         with grpc.insecure_channel(f"unix:{tmp_path}/controller.sock") as channel:
             ProtoReflectionDescriptorDatabase(channel).get_services()
 
-    async with serving(tmp_path, reflection=False):
+    async with running_sidecar(tmp_path, reflection=False):
         with pytest.raises(grpc.RpcError):
-            await soon(asyncio.to_thread(ask))
+            await with_timeout(asyncio.to_thread(ask))
 
 
 async def test_the_socket_is_for_owner_and_group_and_goes_with_the_sidecar(tmp_path: Path):
     path = tmp_path / "controller.sock"
-    async with serving(tmp_path):
+    async with running_sidecar(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert not path.exists()
 
 
 async def test_a_second_sidecar_on_the_socket_is_refused_and_the_first_serves_on(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         with pytest.raises(SocketTakenError, match="another sidecar is serving"):
             await Sidecar(settings(tmp_path)).start()
         await running.introduce()
@@ -130,16 +130,19 @@ async def test_two_sidecars_that_start_together_do_not_share_a_socket(tmp_path: 
 
 async def test_tcp_is_served_beside_the_socket_when_asked_for(tmp_path: Path):
     address = f"127.0.0.1:{free_port()}"
-    async with serving(tmp_path, tcp=address), grpc.aio.insecure_channel(address) as channel:
+    async with (
+        running_sidecar(tmp_path, tcp=address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
         request = service_pb2.IntroduceRequest(engine=engine_message())
-        assert (await soon(stub.Introduce(request))).session_id
+        assert (await with_timeout(stub.Introduce(request))).session_id
 
 
 async def test_a_port_in_use_refuses_the_start_and_leaves_nothing_behind(tmp_path: Path):
     port = free_port()
     (tmp_path / "first").mkdir()
-    async with serving(
+    async with running_sidecar(
         tmp_path / "first", metrics_port=port, tcp=f"127.0.0.1:{free_port()}"
     ) as one:
         with pytest.raises(StartRefusedError, match=rf"/metrics cannot be served on .*:{port}"):
@@ -159,18 +162,18 @@ async def test_a_broken_profile_refuses_the_start(tmp_path: Path):
 
 
 async def test_open_streams_are_told_that_the_sidecar_goes(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1))
         await stream.plan()
         measuring = running.profiling.Measure()
-        await soon(
+        await with_timeout(
             measuring.write(
                 service_pb2.MeasureRequest(engine_id="engine-0", drafter="mtp", gamma=1)
             )
         )
-        await soon(measuring.read())
-        await soon(running.sidecar.stop())
+        await with_timeout(measuring.read())
+        await with_timeout(running.sidecar.stop())
         code, message = await stream.end()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in message
@@ -178,14 +181,14 @@ async def test_open_streams_are_told_that_the_sidecar_goes(tmp_path: Path):
 
 
 async def test_a_message_beyond_the_limit_is_refused(tmp_path: Path):
-    async with serving(tmp_path, max_message_bytes=64 * 1024) as running:
+    async with running_sidecar(tmp_path, max_message_bytes=64 * 1024) as running:
         request = service_pb2.InstallProfileRequest(profile_json="x" * 70_000)
         code, _ = await failure(running.profiling.InstallProfile(request))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_engines_beyond_the_limit_are_refused(tmp_path: Path):
-    async with serving(tmp_path, max_engines=1) as running:
+    async with running_sidecar(tmp_path, max_engines=1) as running:
         await running.introduce("a")
         request = service_pb2.IntroduceRequest(engine=engine_message("b"))
         code, message = await failure(running.speculation.Introduce(request))
@@ -196,10 +199,10 @@ async def test_engines_beyond_the_limit_are_refused(tmp_path: Path):
 async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_drain(
     tmp_path: Path,
 ):
-    async with serving(tmp_path, drain_seconds=0.3) as running:
+    async with running_sidecar(tmp_path, drain_seconds=0.3) as running:
         stream = SteerClient(running, await running.introduce())
-        session = running.sidecar.registry.by_engine("engine-0")
-        session.refusals = Bucket(1e9, 1e9)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        session.refusal_bucket = TokenBucket(1e9, 1e9)
         bad = [report_message(step, drafter="x" * 300) for step in range(1, 257)]
 
         async def flood() -> None:
@@ -216,7 +219,7 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
             await asyncio.sleep(0.3)
             unsent = len(session.stream._rejections) if session.stream else 0  # type: ignore[attr-defined]
         with structlog.testing.capture_logs() as lines:
-            await soon(running.sidecar.stop())
+            await with_timeout(running.sidecar.stop())
         assert "drain_ran_out" in {line["event"] for line in lines}
         await failure(flooding)
 

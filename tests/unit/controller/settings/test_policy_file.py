@@ -47,10 +47,10 @@ def read(folder: Path, text: str) -> tuple[Override, ...]:
 
 def test_every_entry_becomes_overrides_that_are_from_a_file_in_its_order(tmp_path: Path):
     model = Scope(ScopeKind.MODEL, "org/model")
-    why = "policy file", "measured in May"
+    author_and_reason = "policy file", "measured in May"
     first, second, third, bounds, pod = read(tmp_path, FILE)
     assert first == Override(
-        "policy:chat:1", model, Rule(gamma=5), *why, 1, 8, revision=1, from_file=True
+        "policy:chat:1", model, Rule(gamma=5), *author_and_reason, 1, 8, revision=1, from_file=True
     )
     assert second.rule == Rule(gamma=3, drafter="eagle3")
     assert (third.override_id, third.min_batch_size, third.max_batch_size) == (
@@ -60,9 +60,9 @@ def test_every_entry_becomes_overrides_that_are_from_a_file_in_its_order(tmp_pat
     assert (bounds.min_batch_size, bounds.max_batch_size) == (1, 16)
     assert pod.scope == Scope(ScopeKind.ENGINE, "pod-7:30000")
     assert (pod.min_batch_size, pod.max_batch_size) == (8, 8)
-    found = (first, second, third, bounds, pod)
-    assert [override.revision for override in found] == [1, 2, 3, 4, 5]
-    assert all(override.from_file for override in found)
+    overrides = (first, second, third, bounds, pod)
+    assert [override.revision for override in overrides] == [1, 2, 3, 4, 5]
+    assert all(override.from_file for override in overrides)
 
 
 def test_the_file_of_the_page_is_one(tmp_path: Path):
@@ -105,7 +105,7 @@ def entry(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         (entry("at_mos: 3"), 5, "at_mos is not a key of the policy file: did you mean at_most?"),
         (entry("at-most: 3"), 5, "at-most is not a key of the policy file: did you mean at_most?"),
@@ -161,12 +161,12 @@ def entry(text: str) -> str:
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_line(
-    tmp_path: Path, text: str, line: int, said: str
+    tmp_path: Path, text: str, line: int, message: str
 ):
     with pytest.raises(PolicyFileError) as caught:
         read(tmp_path, text)
     assert f"policy.yaml, line {line}: " in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_every_fault_of_a_file_is_named_at_once(tmp_path: Path):
@@ -211,5 +211,5 @@ _VALUES = st.recursive(
 )
 def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path: Path, value: object):
     with suppress(PolicyFileError):
-        found = read(tmp_path, yaml.safe_dump({"policies": value}))
-        assert len(found) == len({override.override_id for override in found})
+        overrides = read(tmp_path, yaml.safe_dump({"policies": value}))
+        assert len(overrides) == len({override.override_id for override in overrides})

@@ -4,13 +4,19 @@ from pathlib import Path
 import pytest
 
 from controller.core.settings import PlannerSettings
-from controller.settings.settings import RELOADED, Settings, SettingsError, keys, variables
+from controller.settings.settings import (
+    RELOADED,
+    Settings,
+    SettingsError,
+    setting_keys,
+    setting_variables,
+)
 from tests.support.setting_texts import setting_texts
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch):
-    for name in variables():
+    for name in setting_variables():
         monkeypatch.delenv(name, raising=False)
 
 
@@ -243,12 +249,12 @@ def test_the_file_goes_before_defaults_and_after_all_else(
     assert settings.profiles == (Path("/a"), Path("/b"))
     # A group is merged constant by constant.
     assert settings.planner == PlannerSettings(probe_share=0.03, lease_seconds=3.0)
-    said = {key: str(sources.origin(key)) for key in keys()}
-    assert said["metrics_port"] == "flag --metrics-port"
-    assert said["log_level"] == "environment CONTROLLER_LOG_LEVEL"
-    assert said["planner.probe_share"] == "environment CONTROLLER_PLANNER__PROBE_SHARE"
-    assert said["planner.lease_seconds"] == f"file {config}, line 7"
-    assert said["tcp"] == "default"
+    origin_by_key = {key: str(sources.origin(key)) for key in setting_keys()}
+    assert origin_by_key["metrics_port"] == "flag --metrics-port"
+    assert origin_by_key["log_level"] == "environment CONTROLLER_LOG_LEVEL"
+    assert origin_by_key["planner.probe_share"] == "environment CONTROLLER_PLANNER__PROBE_SHARE"
+    assert origin_by_key["planner.lease_seconds"] == f"file {config}, line 7"
+    assert origin_by_key["tcp"] == "default"
     flags = {"profiles": ["/c"], "planner": {"lease_seconds": 4}}
     settings, sources = Settings.read(flags, config)
     assert settings.planner.lease_seconds == 4

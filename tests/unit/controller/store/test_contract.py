@@ -73,7 +73,7 @@ async def test_a_record_of_something_else_is_in_the_audit_and_changes_no_entry(o
         await store.write("o2", "{}", None, 0, ANN)
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def wait_for_condition(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(60):
         while not await condition():  # noqa: ASYNC110  # what is asked is not in this process
             await asyncio.sleep(0.02)
@@ -87,11 +87,11 @@ async def test_what_was_written_is_there_also_after_a_restart(opened: Opened):
         assert entry.remaining_seconds == pytest.approx(100, abs=30)
         await store.write("b", "{}", None, 0, ANN)
     async with opened() as store:
-        found = await by_id(store)
-        assert set(found) == {"a", "b"}
-        assert found["a"].etag == entry.etag
-        assert found["a"].remaining_seconds == pytest.approx(100, abs=30)
-        assert found["b"].remaining_seconds is None
+        entry_by_id = await by_id(store)
+        assert set(entry_by_id) == {"a", "b"}
+        assert entry_by_id["a"].etag == entry.etag
+        assert entry_by_id["a"].remaining_seconds == pytest.approx(100, abs=30)
+        assert entry_by_id["b"].remaining_seconds is None
 
 
 async def test_nobody_overwrites_what_he_has_not_seen(opened: Opened):
@@ -99,8 +99,8 @@ async def test_nobody_overwrites_what_he_has_not_seen(opened: Opened):
         first = await store.write("a", "1", 100.0, 0, ANN)
         with pytest.raises(ConflictError) as taken:
             await store.write("a", "2", 100.0, 0, BOB)
-        assert taken.value.found is not None
-        assert taken.value.found.etag == first.etag
+        assert taken.value.stored_entry is not None
+        assert taken.value.stored_entry.etag == first.etag
         second = await store.write("a", "2", 100.0, first.revision, BOB)
         assert second.revision > first.revision
         with pytest.raises(ConflictError):
@@ -109,7 +109,7 @@ async def test_nobody_overwrites_what_he_has_not_seen(opened: Opened):
             await store.clear("a", first.revision, ANN)
         with pytest.raises(ConflictError) as absent:
             await store.clear("nobody", 7, ANN)
-        assert absent.value.found is None
+        assert absent.value.stored_entry is None
         assert (await by_id(store))["a"].body == "2"
 
 
@@ -119,12 +119,12 @@ async def test_a_cleared_id_is_not_taken_again(opened: Opened):
         tombstone = await store.clear("a", entry.revision, BOB)
         assert (tombstone.ended, tombstone.body) == ("cleared", "")
     async with opened() as store:
-        found = (await by_id(store))["a"]
-        assert found.ended == "cleared"
+        cleared_entry = (await by_id(store))["a"]
+        assert cleared_entry.ended == "cleared"
         with pytest.raises(ConflictError) as ended:
             await store.write("a", "1", None, 0, ANN)
-        assert ended.value.found is not None
-        assert ended.value.found.ended == "cleared"
+        assert ended.value.stored_entry is not None
+        assert ended.value.stored_entry.ended == "cleared"
 
 
 async def test_what_has_run_out_is_ended_and_recorded_once(opened: Opened):
@@ -133,10 +133,10 @@ async def test_what_has_run_out_is_ended_and_recorded_once(opened: Opened):
         assert (await store.write("short", "1", 0.15, 0, ANN)).ended == ""
         await store.write("long", "2", 100.0, 0, ANN)
 
-        async def over() -> bool:
+        async def has_expired() -> bool:
             return (await by_id(store))["short"].ended == "expired"
 
-        await until(over)
+        await wait_for_condition(has_expired)
         await store.entries()
         assert (await by_id(store))["long"].ended == ""
         records = [r for r in await store.audit(10) if r.action == "expire"]
@@ -253,4 +253,4 @@ async def test_what_is_too_old_is_not_on_the_shelf(opened: Opened):
         async def gone() -> bool:
             return await store.blobs.items(BRIEF, "aa") == []
 
-        await until(gone)
+        await wait_for_condition(gone)

@@ -104,9 +104,9 @@ def test_killed_in_the_middle_of_writing_it_has_everything_it_acknowledged(
         acknowledged = [process.stdout.readline() for _ in range(20 + 17 * life)]
         process.send_signal(signal.SIGKILL)
         acknowledged += process.stdout.readlines()
-    told = {f"o{line.split()[0]}" for line in acknowledged if line.endswith("\n")}
-    assert len(told) >= 20
-    assert told <= asyncio.run(names(tmp_path))
+    acknowledged_names = {f"o{line.split()[0]}" for line in acknowledged if line.endswith("\n")}
+    assert len(acknowledged_names) >= 20
+    assert acknowledged_names <= asyncio.run(names(tmp_path))
 
 
 @pytest.mark.parametrize("cut", [1, 100, 4000])
@@ -262,7 +262,7 @@ async def test_others_cannot_read_its_files(tmp_path: Path, mask: int):
 async def test_the_audit_keeps_the_newest_records_and_what_is_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(database_module, "AUDIT_KEPT", 10)
+    monkeypatch.setattr(database_module, "AUDIT_RECORDS_MAX", 10)
     monkeypatch.setattr(database_module, "_PRUNE_EVERY", 4)
     store = await opened(tmp_path)
     await store.write("kept", "1", None, 0, ANN)
@@ -274,8 +274,8 @@ async def test_the_audit_keeps_the_newest_records_and_what_is_in_force(
     assert [int(r.sequence) for r in records] == list(range(31, 31 - len(records), -1))
     await store.close()
     store = await opened(tmp_path)
-    found = {e.override_id: e.ended for e in await store.entries()}
-    assert found == {"kept": "", **{f"o{n}": "cleared" for n in range(15)}}
+    ended_by_id = {e.override_id: e.ended for e in await store.entries()}
+    assert ended_by_id == {"kept": "", **{f"o{n}": "cleared" for n in range(15)}}
     # Sequences go on from where they were, and an ended id is still taken.
     entry = await store.write("new", "3", None, 0, ANN)
     assert entry.revision == 32
@@ -417,11 +417,11 @@ async def test_a_clock_that_is_set_moves_no_end(tmp_path: Path, jump: float):
     await store.write("long", "1", 60.0, 0, ANN)
     shift = jump
     await store.write("later", "2", 60.0, 0, ANN)
-    found = {e.override_id: e for e in await store.entries()}
+    entry_by_id = {e.override_id: e for e in await store.entries()}
     await store.close()
     for name in ("long", "later"):
-        assert found[name].ended == ""
-        assert found[name].remaining_seconds == pytest.approx(60, abs=30)
+        assert entry_by_id[name].ended == ""
+        assert entry_by_id[name].remaining_seconds == pytest.approx(60, abs=30)
 
 
 DAY = 86_400.0

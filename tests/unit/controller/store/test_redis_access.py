@@ -20,13 +20,13 @@ from controller.doctor.finding import Level
 from controller.settings.settings import Settings
 from controller.store.interface import PROFILES, Actor, StoreUnavailableError
 from controller.store.redis_client import close, connect
-from controller.store.redis_errors import REDIS_ERRORS, in_words
+from controller.store.redis_errors import REDIS_ERRORS, error_text
 from controller.store.redis_store import RedisStore
 from controller.store.redis_url import RedisAccess
 from lab.harness.processes import free_port
 from tests.support.credentials import make_authority
-from tests.support.kept_tasks import kept_running
 from tests.support.redis_fleet import PASSWORDS, SENTINEL_PASSWORDS, USER, WATCHER, Fleet, fleet
+from tests.support.store_tasks import run_store_tasks
 
 DOCS = Path(__file__).parents[4] / "docs"
 ADMIN = RedisAccess(password=PASSWORDS[""])
@@ -76,14 +76,14 @@ def all_pairs() -> list[Row]:
     chance = random.Random(7)
     rows = [row for row in itertools.product(*FACTORS.values()) if possible(row)]
     missing = set[tuple[int, str, int, str]]().union(*map(pairs, rows))
-    found: list[Row] = []
+    chosen_rows: list[Row] = []
     while missing:
         a, one, b, other = min(missing)
         fitting = [row for row in rows if row[a] == one and row[b] == other]
         tried = chance.sample(fitting, min(20, len(fitting)))
-        found.append(max(tried, key=lambda row: len(missing & pairs(row))))
-        missing -= pairs(found[-1])
-    return found
+        chosen_rows.append(max(tried, key=lambda row: len(missing & pairs(row))))
+        missing -= pairs(chosen_rows[-1])
+    return chosen_rows
 
 
 @pytest.fixture(scope="module")
@@ -128,20 +128,22 @@ class Given:
 async def test_a_redis_is_opened_however_it_is_named(servers: Fleet, row: Row, tmp_path: Path):
     way = dict(zip(FACTORS, row, strict=True))
     kind = way["form"].partition("+")[2]
-    given = Given(tmp_path)
+    user_input = Given(tmp_path)
     user = "" if way["user"] == "default" else USER
     if user:
-        given.give(way["user"], "user", "username", user)
-    given.give(way["password"], "password", "password", PASSWORDS[user])
-    watcher = give_sentinels(given, way["sentinel"])
-    give_certificates(given, servers.folder, way["ca"], way["certificate"])
+        user_input.give(way["user"], "user", "username", user)
+    user_input.give(way["password"], "password", "password", PASSWORDS[user])
+    watcher = give_sentinels(user_input, way["sentinel"])
+    give_certificates(user_input, servers.folder, way["ca"], way["certificate"])
     if way["sentinel_tls"] in {"yes", "no"}:
-        given.query["sentinel_tls"] = way["sentinel_tls"]
+        user_input.query["sentinel_tls"] = way["sentinel_tls"]
     if way["database"] == "query":
-        given.query["db"] = "3"
+        user_input.query["db"] = "3"
     place = where(servers, way) + ("3" if way["database"] == "path" else "")
 
-    client = connect(given.url(way["form"], place), 30.0, access=RedisAccess(**given.settings))
+    client = connect(
+        user_input.url(way["form"], place), 30.0, access=RedisAccess(**user_input.settings)
+    )
     try:
         assert await client.acl_whoami() == (user or "default")
         await client.set("{x}", "value")
@@ -162,7 +164,7 @@ def where(servers: Fleet, way: Mapping[str, str]) -> str:
     if base == "unix":
         return f"{servers.folder}/redis.sock"
     strict = way["certificate"] not in {"-", "none"}
-    ports = servers.cluster if kind == "cluster" else servers.strict if strict else servers.one
+    ports = servers.cluster if kind == "cluster" else servers.strict if strict else servers.main
     if kind == "sentinel":
         named = way["sentinel"] if way["sentinel"] in {"open", "same"} else "own"
         ports = servers.sentinels[named]
@@ -176,31 +178,31 @@ def where(servers: Fleet, way: Mapping[str, str]) -> str:
     return f"{hosts}:{port}/" + (f"{service}/" if kind == "sentinel" else "")
 
 
-def give_sentinels(given: Given, way: str) -> str:
+def give_sentinels(user_input: Given, way: str) -> str:
     """Gives the Sentinels' password; returns their user."""
     if way in {"-", "open", "same"}:
         return ""
     watcher = WATCHER if way.startswith("user ") else ""
     source = way.removeprefix("user ")
-    given.give(source, "sentinel_password", "sentinel_password", SENTINEL_PASSWORDS[watcher])
+    user_input.give(source, "sentinel_password", "sentinel_password", SENTINEL_PASSWORDS[watcher])
     if watcher:
-        given.give(source, "sentinel_user", "sentinel_username", watcher)
+        user_input.give(source, "sentinel_user", "sentinel_username", watcher)
     return watcher
 
 
-def give_certificates(given: Given, folder: Path, ca: str, certificate: str) -> None:
+def give_certificates(user_input: Given, folder: Path, ca: str, certificate: str) -> None:
     if ca == "query":
-        given.query["ssl_ca_certs"] = str(folder / "ca.pem")
+        user_input.query["ssl_ca_certs"] = str(folder / "ca.pem")
     elif ca == "setting":
-        given.settings["ca"] = folder / "ca.pem"
+        user_input.settings["ca"] = folder / "ca.pem"
     if certificate == "query":
-        given.query["ssl_certfile"] = str(folder / "client.pem")
-        given.query["ssl_keyfile"] = str(folder / "client.key")
+        user_input.query["ssl_certfile"] = str(folder / "client.pem")
+        user_input.query["ssl_keyfile"] = str(folder / "client.key")
     elif certificate == "settings":
-        given.settings["client_certificate"] = folder / "client.pem"
-        given.settings["client_key"] = folder / "client.key"
+        user_input.settings["client_certificate"] = folder / "client.pem"
+        user_input.settings["client_key"] = folder / "client.key"
     elif certificate == "one file":
-        given.settings["client_certificate"] = folder / "both.pem"
+        user_input.settings["client_certificate"] = folder / "both.pem"
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,12 @@ class Failing:
 
     url: with ONE, TLS, STRICT, NOBODY, SENTINEL and SENTINEL_TLS for ports, and SECRET and
     SENTINEL_SECRET for passwords; settings also with FOLDER.
-    said: in its words.  advice: a setting that its words name.
+    message: in its words.  advice: a setting that its words name.
     """
 
     name: str
     url: str
-    said: str
+    message: str
     advice: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -279,8 +281,8 @@ async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(
     own = servers.sentinels["own"]
     values = {
         "SENTINEL_SECRET": SENTINEL_PASSWORDS[""], "SENTINEL_TLS": own.tls, "SENTINEL": own.plain,
-        "SECRET": PASSWORDS[""], "FOLDER": servers.folder, "ONE": servers.one.plain,
-        "TLS": servers.one.tls, "STRICT": servers.strict.tls, "NOBODY": free_port(),
+        "SECRET": PASSWORDS[""], "FOLDER": servers.folder, "ONE": servers.main.plain,
+        "TLS": servers.main.tls, "STRICT": servers.strict.tls, "NOBODY": free_port(),
     }  # fmt: skip
 
     def filled(text: str, quoted: Any) -> str:
@@ -296,7 +298,7 @@ async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(
         await store.close()
     (line,) = [line for line in lines if line["event"] == "store_away"]
     for words in (line["error"], store.health.detail):
-        assert case.said in words
+        assert case.message in words
         assert case.advice in words
         assert not any(secret in words for secret in (*PASSWORDS.values(), "hunter2"))
         assert "redis.asyncio" not in words
@@ -304,8 +306,8 @@ async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(
     settings = {f"redis_{name}": value for name, value in settings.items()}
     finding = await check_redis(Settings(redis_url=SecretStr(url), **settings))
     assert finding.level is Level.FAIL
-    for words in (case.said, case.advice):
-        assert words in f"{finding.found} {finding.fix}"
+    for words in (case.message, case.advice):
+        assert words in f"{finding.state} {finding.fix}"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ async def test_a_password_file_is_read_however_it_was_written(
 ):
     path = tmp_path / "password"
     path.write_text(form.format(PASSWORDS[""]), newline="")
-    url = f"redis://127.0.0.1:{servers.one.plain}"
+    url = f"redis://127.0.0.1:{servers.main.plain}"
     client = connect(url, 30.0, access=RedisAccess(password_file=path))
     try:
         assert await client.ping()
@@ -328,22 +330,24 @@ async def test_line_breaks_at_the_end_of_a_setting_are_no_part_of_it(
     servers: Fleet, patient_doctor: None
 ):
     """As `echo PASSWORD | base64` puts one into a Secret, or `|` into YAML."""
-    url = SecretStr(f"redis://127.0.0.1:{servers.one.plain}")
+    url = SecretStr(f"redis://127.0.0.1:{servers.main.plain}")
     password = SecretStr(f"{PASSWORDS[USER]}\n")
-    found = await check_redis(
+    check_result = await check_redis(
         Settings(redis_url=url, redis_user=f"{USER}\r\n", redis_password=password)
     )
-    assert found.level is not Level.FAIL, found
+    assert check_result.level is not Level.FAIL, check_result
 
 
 async def test_a_pool_that_is_too_small_is_named(servers: Fleet):
-    client = connect(f"redis://127.0.0.1:{servers.one.plain}?max_connections=2", 30.0, access=ADMIN)
+    client = connect(
+        f"redis://127.0.0.1:{servers.main.plain}?max_connections=2", 30.0, access=ADMIN
+    )
     try:
         answers = await asyncio.gather(
             *(client.blpop("none", timeout=1) for _ in range(3)), return_exceptions=True
         )
         (refused,) = [answer for answer in answers if isinstance(answer, Exception)]
-        assert "raise max_connections" in in_words(refused, str)
+        assert "raise max_connections" in error_text(refused, str)
     finally:
         await close(client)
 
@@ -364,7 +368,7 @@ async def test_certificates_that_are_replaced_are_used_by_the_next_connection(
         ca.write_bytes((servers.folder / "ca.pem").read_bytes())
         with pytest.raises(REDIS_ERRORS) as refused:
             await client.ping()
-        assert "client certificate" in in_words(refused.value, str)
+        assert "client certificate" in error_text(refused.value, str)
         certificate.write_bytes((servers.folder / "both.pem").read_bytes())
         assert await client.ping()
     finally:
@@ -373,7 +377,7 @@ async def test_certificates_that_are_replaced_are_used_by_the_next_connection(
 
 @pytest.mark.parametrize("form", ["redis", "redis+cluster"])
 async def test_the_rights_in_the_document_suffice(servers: Fleet, form: str):
-    ports = servers.cluster if "cluster" in form else servers.one
+    ports = servers.cluster if "cluster" in form else servers.main
     (rights,) = re.findall(r"`(~\{speculation:1\}.*?)`", (DOCS / "fleet.md").read_text())
     admin = connect(f"{form}://127.0.0.1:{ports.plain}", 30.0, access=ADMIN)
     command = ("ACL", "SETUSER", "few", "reset", "on", ">x", *rights.split())
@@ -382,7 +386,7 @@ async def test_the_rights_in_the_document_suffice(servers: Fleet, form: str):
     heard = asyncio.Event()
     await store.open(heard.set)
     try:
-        async with kept_running(store), asyncio.timeout(120):
+        async with run_store_tasks(store), asyncio.timeout(120):
             await heard.wait()
             ann = Actor("ann", "because", "uid 1000")
             await store.write("a", "1", 100.0, 0, ann)
@@ -392,7 +396,7 @@ async def test_the_rights_in_the_document_suffice(servers: Fleet, form: str):
             assert await store.blobs.names(PROFILES)
             assert await store.blobs.items(PROFILES, "aa")
             await store.summaries.put("ab", b"x")
-            assert (await store.summaries.read()).found
+            assert (await store.summaries.read()).summaries
             assert store.health.ok
             with pytest.raises(StoreUnavailableError, match="NOPERM"):
                 await store._ask(lambda: store._client.get("other"), lambda reply: reply)

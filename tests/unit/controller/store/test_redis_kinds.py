@@ -18,8 +18,8 @@ from controller.store.redis_store import RedisStore
 from controller.store.redis_url import RedisAccess
 from lab.harness.processes import free_port
 from tests.support.fake_redis import FakeRedis, handshake, resp
-from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
+from tests.support.store_tasks import run_store_tasks
 
 ANN = Actor("ann", "because", "uid 1000")
 
@@ -101,10 +101,10 @@ async def written(store: RedisStore, name: str) -> Entry:
 async def keeps_summaries(one: RedisStore, two: RedisStore) -> None:
     # Others may write what is no UTF-8.
     await one.summaries.put("ab", b"\xff")
-    found = await two.summaries.read()
-    assert [(item.source, item.body) for item in found.found] == [("ab", b"\xff")]
+    summaries = await two.summaries.read()
+    assert [(item.source, item.body) for item in summaries.summaries] == [("ab", b"\xff")]
     await two.summaries.remove("ab")
-    assert not (await one.summaries.read()).found
+    assert not (await one.summaries.read()).summaries
 
 
 async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
@@ -113,7 +113,7 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
     news = asyncio.Event()
     await one.open(lambda: None)
     await two.open(news.set)
-    async with kept_running(one), kept_running(two):
+    async with run_store_tasks(one), run_store_tasks(two):
         entry = await written(one, "a")
         async with asyncio.timeout(120):
             while "a" not in await live(two):
@@ -152,16 +152,16 @@ def watched(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer, RedisSer
 
 async def refusal(store: RedisStore, name: str) -> str:
     """Sets an override; why it is not acknowledged, "" if it is."""
-    found: Entry | None
+    current_entry: Entry | None
     try:
-        found = await store.write(name, f"body of {name}", None, 0, ANN)
+        current_entry = await store.write(name, f"body of {name}", None, 0, ANN)
     except ConflictError as conflict:
         # An earlier attempt was carried out, though its answer was lost.
-        found = conflict.found
+        current_entry = conflict.stored_entry
     except StoreUnavailableError as error:
         return str(error)
-    assert found is not None
-    assert found.body == f"body of {name}"
+    assert current_entry is not None
+    assert current_entry.body == f"body of {name}"
     return ""
 
 
@@ -177,8 +177,8 @@ async def acknowledged(store: RedisStore, names: Iterable[str]) -> None:
 async def require_each_once(store: RedisStore, names: Collection[str]) -> None:
     """All are in force, and none was set twice."""
     assert set(await live(store)) == set(names)
-    made = [record.subject for record in await store.audit(1000) if record.action == "set"]
-    assert len(made) == len(set(made))
+    set_subjects = [record.subject for record in await store.audit(1000) if record.action == "set"]
+    assert len(set_subjects) == len(set(set_subjects))
 
 
 async def set_during(one: RedisStore, two: RedisStore, fail_over: Callable[[], None]) -> None:
@@ -210,7 +210,7 @@ async def test_a_fail_over_of_sentinel_during_sets_loses_and_doubles_nothing(
     two = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
     await one.open(lambda: None)
     await two.open(lambda: None)
-    async with kept_running(one), kept_running(two):
+    async with run_store_tasks(one), run_store_tasks(two):
         await keeps_summaries(one, two)
         await set_during(one, two, primary.kill)
     await one.close()
@@ -232,7 +232,7 @@ async def test_a_fail_over_of_a_cluster_during_sets_loses_and_doubles_nothing(
     two = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
     await one.open(lambda: None)
     await two.open(lambda: None)
-    async with kept_running(one), kept_running(two):
+    async with run_store_tasks(one), run_store_tasks(two):
         await set_during(one, two, fail_over)
     await one.close()
     await two.close()

@@ -19,8 +19,8 @@ from controller.store.interface import (
 )
 from controller.store.redis_store import RedisStore
 from tests.support.fake_redis import JUNK, FakeRedis, handshake, resp
-from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import RedisServer
+from tests.support.store_tasks import run_store_tasks
 
 ANN = Actor("ann", "because", "uid 1000")
 
@@ -95,7 +95,7 @@ async def test_a_store_that_only_answers_junk_can_be_opened_and_closed(tmp_path:
             store = RedisStore(fake.url, tmp_path / f"mirror of {kind}", timeout_seconds=0.1)
             await store.open(lambda: None)
             # Which says that no task of it fails.
-            async with kept_running(store):
+            async with run_store_tasks(store):
                 assert await store.entries() == [], kind
                 # Of one reply only the entries in it are junk.
                 assert kind == "entries" or not store.health.ok, kind
@@ -134,7 +134,7 @@ async def test_junk_in_place_of_a_subscription_does_not_end_the_listening(server
             store = RedisStore(fake.url, reconcile_seconds=60)
             await store.open(lambda: None)
             # Which says that no task of it fails.
-            async with kept_running(store):
+            async with run_store_tasks(store):
                 await asyncio.wait_for(subscribed.wait(), 60)
                 await asyncio.sleep(0.05)
             await store.close()

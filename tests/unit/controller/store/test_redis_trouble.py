@@ -22,8 +22,8 @@ from controller.store.interface import (
 )
 from controller.store.redis_store import RedisStore
 from controller.store.redis_url import RedisAccess
-from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
+from tests.support.store_tasks import run_store_tasks
 
 ANN = Actor("ann", "because", "uid 1000")
 
@@ -43,7 +43,7 @@ async def store_of(
     store = RedisStore(server.url, mirror, **settings)
     news = asyncio.Event()
     await store.open(news.set)
-    async with kept_running(store):
+    async with run_store_tasks(store):
         yield store, news
     await store.close()
 
@@ -86,9 +86,9 @@ async def test_a_sidecar_that_starts_while_redis_is_gone_begins_with_its_mirror(
     server.kill()
     await asyncio.sleep(0.4)
     async with store_of(server, tmp_path / "mirror") as (store, _):
-        found = await live(store)
-        assert set(found) == {"long", "ever"}
-        assert found["long"].remaining_seconds == pytest.approx(99.5, abs=30)
+        live_overrides = await live(store)
+        assert set(live_overrides) == {"long", "ever"}
+        assert live_overrides["long"].remaining_seconds == pytest.approx(99.5, abs=30)
         assert not store.health.ok
     async with store_of(server) as (store, _):
         assert await live(store) == {}
@@ -216,9 +216,9 @@ async def test_a_sidecar_whose_clock_is_wrong_neither_kills_nor_keeps_an_overrid
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + skew)
         async with store_of(server, tmp_path / "mirror") as (wrong, _):
-            found = await live(wrong)
-            assert found["long"].remaining_seconds == pytest.approx(60, abs=30)
-            assert set(found) == {"long", "short"}
+            live_overrides = await live(wrong)
+            assert live_overrides["long"].remaining_seconds == pytest.approx(60, abs=30)
+            assert set(live_overrides) == {"long", "short"}
             await wrong.write("own", "3", 0.5, 0, ANN)
             # Sooner than the wrong clock would have it.
             async with asyncio.timeout(120):
@@ -343,15 +343,15 @@ async def test_of_more_entries_than_can_be_in_force_the_newest_are_taken_and_the
                 pipe.set(f"{{speculation:1}}:entry:junk{number}", junk)
                 pipe.zadd("{speculation:1}:live", {f"junk{number}": "inf"})
             pipe.execute()
-        found = await live(store)
-        assert set(found) == {f"o{number}" for number in range(7, total)}
+        live_overrides = await live(store)
+        assert set(live_overrides) == {f"o{number}" for number in range(7, total)}
         assert store.health.unusable_count == 1007
         assert store.health.unusable["7 others"]
         assert len(store.health.unusable) == 21
         with pytest.raises(StoreFullError):
             await store.write("new", "1", 100.0, 0, ANN)
         # One that is there can be replaced, and cleared.
-        entry = await store.write("o50", "2", 100.0, found["o50"].revision, ANN)
+        entry = await store.write("o50", "2", 100.0, live_overrides["o50"].revision, ANN)
         await store.clear("o50", entry.revision, ANN)
 
 
@@ -465,13 +465,13 @@ async def test_a_password_file_without_a_password_is_a_store_that_is_away(
             else:
                 secret.write_bytes(content)
             admin.client_kill_filter(_type="normal", skipme=True)
-        said = ""
+        message = ""
         async with asyncio.timeout(60):
             # The first write meets the connection that was killed.
-            while f"password file {secret}: " not in said:
+            while f"password file {secret}: " not in message:
                 with pytest.raises(StoreUnavailableError) as refused:
                     await store.write("a", "1", 100.0, 0, ANN)
-                said = str(refused.value)
+                message = str(refused.value)
         secret.write_text("first\n")
         assert (await store.write("a", "1", 100.0, 0, ANN)).body == "1"
 

@@ -14,8 +14,8 @@ import redis
 from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableError
 from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_store import RedisStore
-from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
+from tests.support.store_tasks import run_store_tasks
 
 ANN = Actor("ann", "because", "uid 1000")
 TAG = "{speculation:1}"
@@ -41,7 +41,7 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 async def store_of(server: RedisServer, url: str = "") -> AsyncIterator[RedisStore]:
     store = RedisStore(url or server.url, timeout_seconds=2, reconcile_seconds=0.1)
     await store.open(lambda: None)
-    async with kept_running(store):
+    async with run_store_tasks(store):
         yield store
     await store.close()
 
@@ -230,9 +230,9 @@ async def test_a_redis_whose_clock_goes_back_makes_no_override_longer_than_was_g
         await store.write("ever", "3", None, 0, ANN)
     set_clock_back(client, 30 * DAY_MS)
     async with store_of(server) as store:
-        found = await live(store)
-        assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
-        assert found["ever"].remaining_seconds is None
+        live_overrides = await live(store)
+        assert live_overrides["hour"].remaining_seconds == pytest.approx(3600, abs=30)
+        assert live_overrides["ever"].remaining_seconds is None
         # It runs from then on: looked at again, the short one ends.
         async with asyncio.timeout(PATIENCE_SECONDS):
             while "short" in await live(store):
@@ -258,9 +258,9 @@ async def test_a_mirror_from_a_clock_ahead_gives_no_override_more_than_it_had_le
     monkeypatch.setattr(time, "time", lambda: real() - 30 * 86_400)
     store = RedisStore(server.url, mirror)
     await store.open(lambda: None)
-    found = await live(store)
+    live_overrides = await live(store)
     await store.close()
-    assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
+    assert live_overrides["hour"].remaining_seconds == pytest.approx(3600, abs=30)
     assert "clock_went_back" in capsys.readouterr().out
 
 
@@ -281,8 +281,8 @@ async def test_a_counter_that_was_deleted_or_set_back_undoes_no_change(
         fresh = await one.write("fresh", "3", None, 0, ANN)
         assert fresh.revision > changed.revision > entries[2].revision
         for store in (one, two, one):
-            found = await live(store)
-            assert {name: entry.body for name, entry in found.items()} == {
+            live_overrides = await live(store)
+            assert {name: entry.body for name, entry in live_overrides.items()} == {
                 "o0": "1", "o1": "2", "fresh": "3",
             }  # fmt: skip
 
@@ -315,11 +315,13 @@ async def test_an_entry_that_redis_reads_otherwise_than_python_spoils_nothing(
         client.zadd(LIVE, {"odd": "inf"})
         # As of a Redis whose clock was ahead: every entry from then is set right.
         client.xadd(AUDIT, {"a": "b"}, id=f"{int(time.time() * 1000) + DAY_MS}-0")
-        found = await live(store)
-        assert "good" in found
+        live_overrides = await live(store)
+        assert "good" in live_overrides
         assert well(store)
-        assert ("odd" in found) != ("odd" in store.health.unusable)
-        await store.clear("odd", found["odd"].revision if "odd" in found else 0, ANN)
+        assert ("odd" in live_overrides) != ("odd" in store.health.unusable)
+        await store.clear(
+            "odd", live_overrides["odd"].revision if "odd" in live_overrides else 0, ANN
+        )
         assert set(await live(store)) == {"good"}
         assert not store.health.unusable
 

@@ -22,7 +22,7 @@ from controller.service.net.access import AccessFileError, AccessList
 from controller.store.file_store import FileStore
 from controller.store.interface import Actor, StoreBrokenError
 from controller.store.redis_store import RedisStore
-from controller.wire.overrides import from_body, to_body
+from controller.wire.overrides import override_from_json, override_to_json
 from tests.support.redis_server import RedisServer
 from tests.unit.controller.core.cost.small_profile import PROFILE
 
@@ -73,7 +73,7 @@ async def test_a_database_of_format_1_keeps_its_overrides_and_its_audit(tmp_path
         assert entry.remaining_seconds is None
         [record] = await store.audit(10)
         assert (record.sequence, record.author, record.after) == ("7", "ann", BODY)
-        assert from_body(entry.body).rule.gamma_max == 2
+        assert override_from_json(entry.body).rule.gamma_max == 2
         assert (await store.write("slow", "{}", None, 7, ANN)).revision == 8
     finally:
         await store.close()
@@ -108,8 +108,12 @@ async def test_redis_keys_of_layout_1_are_found_again_with_fields_of_a_newer_ver
         store = RedisStore(server.url, timeout_seconds=2)
         await store.open(lambda: None)
         try:
-            [found] = await store.entries()
-            assert (found.override_id, found.revision, found.body) == ("slow", 7, BODY)
+            [stored_entry] = await store.entries()
+            assert (stored_entry.override_id, stored_entry.revision, stored_entry.body) == (
+                "slow",
+                7,
+                BODY,
+            )
             assert (await store.write("slow", "{}", None, 7, ANN)).revision == 8
         finally:
             await store.close()
@@ -123,21 +127,21 @@ def fill(client: redis.Redis, tag: str, entry: dict[str, Any]) -> None:
 
 
 def test_an_override_without_a_bound_is_written_as_versions_before_bounds_wrote_it():
-    override = from_body(BODY)
+    override = override_from_json(BODY)
     assert override.rule.tpot_max_seconds is None
-    assert to_body(override) == BODY
+    assert override_to_json(override) == BODY
 
 
 def test_a_bound_is_stored_to_the_last_bit():
-    override = replace(from_body(BODY), rule=Rule(tpot_max_seconds=0.1 / 7))
-    assert '"tpotMaxSeconds":' in to_body(override)
-    assert from_body(to_body(override)) == override
+    override = replace(override_from_json(BODY), rule=Rule(tpot_max_seconds=0.1 / 7))
+    assert '"tpotMaxSeconds":' in override_to_json(override)
+    assert override_from_json(override_to_json(override)) == override
 
 
 def test_an_override_with_a_rule_of_a_newer_version_is_refused_by_the_name_of_the_rule():
     newer = BODY.replace('"gammaMax":2', '"gammaMax":2,"gammaMost":3')
     with pytest.raises(InvalidOverrideError, match="gammaMost"):
-        from_body(newer)
+        override_from_json(newer)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +159,9 @@ def test_a_profile_of_a_newer_version_is_refused_by_what_is_newer(change: dict[s
 def test_an_access_list_with_a_right_of_a_newer_version_is_refused_as_a_whole(tmp_path: Path):
     path = tmp_path / "access"
     path.write_text("read uid:1000 ann\n")
-    found = AccessList(path).find("uid:1000")
-    assert found is not None
-    assert found.name == "ann"
+    identity = AccessList(path).find("uid:1000")
+    assert identity is not None
+    assert identity.name == "ann"
     path.write_text("read uid:1000 ann\nread,newer uid:1001 ben\n")
     with pytest.raises(AccessFileError, match="line 2: rights are read, steer"):
         AccessList(path)

@@ -15,7 +15,7 @@ async def test_a_cancelled_caller_waits_for_the_end_of_the_work():
         ended.append("work")
         return "done"
 
-    caller = asyncio.create_task(tasks.finish(work()))
+    caller = asyncio.create_task(tasks.run_to_completion(work()))
     await asyncio.sleep(0)
     caller.cancel()
     await asyncio.sleep(0)
@@ -33,6 +33,6 @@ async def test_without_a_cancellation_it_is_the_work_itself():
     async def fail() -> None:
         raise ValueError("of the work")
 
-    assert await tasks.finish(work()) == "done"
+    assert await tasks.run_to_completion(work()) == "done"
     with pytest.raises(ValueError, match="of the work"):
-        await tasks.finish(fail())
+        await tasks.run_to_completion(fail())

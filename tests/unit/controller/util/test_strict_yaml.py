@@ -33,10 +33,10 @@ class _Loader(StrictLoader):
 def read(text: str) -> object:
     """Its values; the error's line and text if it is refused."""
     try:
-        found = load_mapping(text, _Loader, lambda root: root.start_mark.line)
+        mapping_result = load_mapping(text, _Loader, lambda root: root.start_mark.line)
     except StrictYamlError as error:
         return error.line, str(error)
-    return found[0] if found else {}
+    return mapping_result[0] if mapping_result else {}
 
 
 @given(_TEXTS)
@@ -49,11 +49,11 @@ def read(text: str) -> object:
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_read_or_refused_by_the_typed_error(text: str):
     for whole in (text, f"a: {text}"):
-        found = read(whole)
-        if isinstance(found, tuple):
-            line, said = found
+        result = read(whole)
+        if isinstance(result, tuple):
+            line, message = result
             assert 0 <= line <= len(whole) + 1
-            assert said
+            assert message
 
 
 @given(st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=9),
@@ -62,5 +62,5 @@ def test_any_text_is_read_or_refused_by_the_typed_error(text: str):
 @settings(max_examples=100, deadline=None)
 def test_what_is_read_can_be_shown_and_stored(value: object):
     with suppress(UnicodeEncodeError):
-        found = read(yaml.safe_dump({"a": value}, allow_unicode=True))
-        repr(found).encode()
+        result = read(yaml.safe_dump({"a": value}, allow_unicode=True))
+        repr(result).encode()

@@ -9,8 +9,8 @@ import pytest
 import structlog.testing
 
 from controller.util import tasks as module
-from controller.util.tasks import BackgroundTasks, Supervisor, keep_thread
-from tests.support.service_harness import until
+from controller.util.tasks import BackgroundTasks, Supervisor, supervise_thread
+from tests.support.service_harness import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,13 @@ async def test_a_task_that_ends_is_down_and_is_started_again(
 ):
     supervisor, work = Supervisor(), Work(first)
     supervisor.run("work", work.run)
-    await until(lambda: supervisor.states["work"].failures)
+    await wait_until(lambda: supervisor.states["work"].failures)
     assert supervisor.faults() == {"work": fault}
-    await until(lambda: not supervisor.faults())
+    await wait_until(lambda: not supervisor.faults())
     assert (work.starts, supervisor.states["work"].failures) == (2, 1)
     assert [line["event"] for line in lines] == ["task_failed", "task_runs_again"]
     assert {line["task"] for line in lines} == {"work"}
-    await supervisor.end()
+    await supervisor.stop()
     assert work.ended
     assert supervisor.states["work"].failures == 1
 
@@ -87,9 +87,9 @@ async def test_a_task_that_is_cancelled_from_outside_is_started_again():
     for failures in (1, 2, 3):
         # At first before it has begun, then in its pause.
         supervisor.cancel("work")
-        await until(lambda failures=failures: supervisor.states["work"].failures == failures)
-    await until(lambda: not supervisor.faults())
-    await supervisor.end()
+        await wait_until(lambda failures=failures: supervisor.states["work"].failures == failures)
+    await wait_until(lambda: not supervisor.faults())
+    await supervisor.stop()
 
 
 async def test_a_task_that_fails_again_and_again_is_down_throughout_and_pauses_longer(
@@ -110,7 +110,7 @@ async def test_a_task_that_fails_again_and_again_is_down_throughout_and_pauses_l
         await sleep(0)
         assert bool(supervisor.faults()) == bool(supervisor.states["work"].failures)
     monkeypatch.undo()
-    await supervisor.end()
+    await supervisor.stop()
     assert pauses[:6] == [0.0, 0.01, 0.02, 0.04, 0.05, 0.05]
 
 
@@ -125,20 +125,22 @@ async def test_a_thread_that_ends_is_started_again():
 
     start()
     supervisor = Supervisor()
-    supervisor.run("thread", lambda: keep_thread(started[-1], start))
+    supervisor.run("thread", lambda: supervise_thread(started[-1], start))
     stop.set()
-    await until(supervisor.faults)
+    await wait_until(supervisor.faults)
     assert supervisor.faults() == {"thread": "its thread has ended"}
     stop.clear()
-    await until(lambda: len(started) > 1 and started[-1].is_alive() and not supervisor.faults())
-    await supervisor.end()
+    await wait_until(
+        lambda: len(started) > 1 and started[-1].is_alive() and not supervisor.faults()
+    )
+    await supervisor.stop()
     stop.set()
 
 
 async def test_background_work_that_fails_is_logged(lines: list[Any]):
     tasks = BackgroundTasks()
     await asyncio.wait([tasks.start("look", fails())])
-    await until(lambda: not len(tasks))
+    await wait_until(lambda: not len(tasks))
     assert [(line["event"], line["work"]) for line in lines] == [("background_work_failed", "look")]
 
 
@@ -146,7 +148,7 @@ async def test_background_work_that_goes_on_is_cancelled_at_the_end(lines: list[
     tasks, work = BackgroundTasks(), Work(returns)
     work.starts = 1
     tasks.start("wait", work.run())
-    await until(lambda: work.starts == 2)
+    await wait_until(lambda: work.starts == 2)
     await tasks.close(patience_seconds=0.01)
     assert work.ended
     assert not lines

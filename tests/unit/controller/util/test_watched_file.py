@@ -18,7 +18,7 @@ def test_what_is_no_small_regular_file_is_refused_without_waiting(tmp_path: Path
     os.mkfifo(fifo)
     large.write_bytes(bytes(2049))
     loop.symlink_to(loop)
-    for path, said in (
+    for path, reason_pattern in (
         (fifo, "not a regular file"),
         (tmp_path, "not a regular file"),
         (Path("/dev/zero"), "not a regular file"),
@@ -28,7 +28,7 @@ def test_what_is_no_small_regular_file_is_refused_without_waiting(tmp_path: Path
         (Path("a\0b"), "is not a valid file name"),
         (Path("a\ud800b"), "is not a valid file name"),
     ):
-        with pytest.raises(UnreadableFileError, match=said) as caught:
+        with pytest.raises(UnreadableFileError, match=reason_pattern) as caught:
             read_small(path, 2048)
         assert not isinstance(caught.value, MissingFileError)
     with pytest.raises(MissingFileError):
@@ -39,20 +39,20 @@ def test_what_is_no_small_regular_file_is_refused_without_waiting(tmp_path: Path
 def test_it_counts_the_looks_that_agree(tmp_path: Path):
     path = tmp_path / "file"
     watched = WatchedFile(path, 64)
-    assert watched.look().is_missing
-    assert watched.agreeing == 1
+    assert watched.read().is_missing
+    assert watched.equal_reads == 1
     path.write_bytes(b"one")
-    assert watched.look().content == b"one"
-    assert watched.agreeing == 1
-    watched.look()
-    assert watched.agreeing == 2
+    assert watched.read().content == b"one"
+    assert watched.equal_reads == 1
+    watched.read()
+    assert watched.equal_reads == 2
     # Of the same size, and within the same tick of the file system's clock, perhaps.
     path.write_bytes(b"two")
-    assert watched.look().content == b"two"
-    assert watched.agreeing == 1
+    assert watched.read().content == b"two"
+    assert watched.equal_reads == 1
     path.write_bytes(bytes(65))
-    assert "larger" in watched.look().error
-    assert not watched.found.is_missing
+    assert "larger" in watched.read().error
+    assert not watched.snapshot.is_missing
     path.unlink()
-    assert watched.look().is_missing
-    assert watched.agreeing == 1
+    assert watched.read().is_missing
+    assert watched.equal_reads == 1

@@ -53,7 +53,7 @@ uint64 = st.integers(0, 2**64 - 1)
 
 def ascending(low: int, high: int, least: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
     values = st.lists(st.integers(low, high), min_size=least, max_size=8, unique=True)
-    return values.map(lambda found: tuple(sorted(found)))
+    return values.map(lambda numbers: tuple(sorted(numbers)))
 
 
 fingerprints = st.builds(

@@ -12,7 +12,7 @@ from controller.core.planning.overrides import Override, Rule
 from controller.core.settings import PlannerSettings
 from controller.wire.explanations import Explanation, explain, explanation_to_proto
 from tests.support.recorded_events import override
-from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
+from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_step_seconds, profile_of
 
 
 def explained(
@@ -51,7 +51,7 @@ def test_without_overrides_it_is_the_arm_with_the_second_highest_value():
 
 def test_it_is_not_the_running_arm_if_overrides_deny_the_best_one():
     spec, clock = engine_spec((0, 1, 3), 8), VirtualClock(1000.0)
-    core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
+    core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_step_seconds), clock)
     core.set_overrides([override("short", Rule(gamma_max=1))])
     VirtualEngine(core, clock).run(300, batch_size=4, acceptance=0.9)
     explanation = explain(core, 4)

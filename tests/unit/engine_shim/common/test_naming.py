@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.common.process import default_engine_id, processor_name, revision_of
+from engine_shim.common.process import default_engine_id, hub_revision, processor_name
 
 
 @pytest.mark.parametrize("host", ["pod-7", "a b/c", "x" * 300, ""])
@@ -19,9 +19,9 @@ def test_the_default_engine_id_is_allowed_by_the_contract(
 
 
 def test_a_folder_has_no_revision(tmp_path: Path):
-    assert revision_of(str(tmp_path), "main") == ""
-    assert revision_of("org/model", "main") == "main"
-    assert revision_of("org/model", None) == ""
+    assert hub_revision(str(tmp_path), "main") == ""
+    assert hub_revision("org/model", "main") == "main"
+    assert hub_revision("org/model", None) == ""
 
 
 def test_the_processor_has_one_line():

@@ -44,7 +44,7 @@ def test_a_long_queue_is_counted_seldom_also_while_it_changes():
 
 
 def test_a_request_that_has_begun_to_answer_waits_for_no_first_pass():
-    def of(output: int) -> Any:
+    def make_request(output: int) -> Any:
         return SimpleNamespace(
             origin_input_ids=[1] * 9,
             output_ids=[1] * output,
@@ -53,4 +53,4 @@ def test_a_request_that_has_begun_to_answer_waits_for_no_first_pass():
         )
 
     for engine in (of_sglang, of_vllm):
-        assert [engine.prompt_tokens(of(output)) for output in (0, 2)] == [9, 0]
+        assert [engine.prompt_tokens(make_request(output)) for output in (0, 2)] == [9, 0]

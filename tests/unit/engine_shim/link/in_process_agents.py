@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.plan_follower import PlanFollower, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, make_safe_default
 from speculation.v1.engine_pb2 import Drafter
 from tests.support.step_reports import send, step_report
 
@@ -41,7 +41,7 @@ class Agents:
 def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
     agents = Agents()
     agent = agents.connect()
-    safe = safe_choice(1)
+    safe = make_safe_default(1)
     state = PlanFollower([Drafter(name="eagle3", gammas=[0, 1, 3, 5])], safe, 10.0)
     link = EngineLink(agents, state)  # type: ignore[arg-type]
     try:

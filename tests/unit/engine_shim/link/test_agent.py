@@ -48,8 +48,8 @@ def start_link(sidecar: ScriptedSidecar) -> Iterator[StartLink]:
     links: list[EngineLink] = []
 
     def start(**settings: object) -> EngineLink:
-        made = LinkSettings(**{"sidecar": sidecar.target, **settings})  # type: ignore[arg-type]
-        links.append(EngineLink.start(engine_spec(), made, startup_gamma=1))
+        link_settings = LinkSettings(**{"sidecar": sidecar.target, **settings})  # type: ignore[arg-type]
+        links.append(EngineLink.start(engine_spec(), link_settings, startup_gamma=1))
         return links[-1]
 
     yield start
@@ -62,7 +62,7 @@ def steered(link: EngineLink) -> StepChoice:
         choice = link.choose(4)
         return choice if choice.source is Source.PLAN else None
 
-    choice = eventually(choose, what="steered by a plan")
+    choice = eventually(choose, description="steered by a plan")
     assert choice is not None
     return choice
 
@@ -120,11 +120,11 @@ def test_reports_wait_for_a_sidecar_that_is_behind_and_go_together(sidecar, star
         assert report(link, step, choice)
     # By the second sign of life all reports have been looked at.
     signs = len(sidecar.requests)
-    behind = Received(reports=0)
-    sidecar.say(SteerResponse(plan=plan(2, 3, lease_ms=400), received_so_far=behind))
+    acknowledgement = Received(reports=0)
+    sidecar.send(SteerResponse(plan=plan(2, 3, lease_ms=400), received_so_far=acknowledgement))
     eventually(lambda: len(sidecar.requests) > signs + 1)
     assert messages() == [[1], [2]]
-    sidecar.say(SteerResponse(received_so_far=Received(reports=2)))
+    sidecar.send(SteerResponse(received_so_far=Received(reports=2)))
     eventually(lambda: len(sidecar.reports) == 22)
     assert messages() == [[1], [2], list(range(3, 23))]
 
@@ -177,11 +177,11 @@ def test_a_probe_runs_once_over_renewals(sidecar, start_link):
     sidecar.push(plan(2, 3, probe=probe))
     chosen = [first]
 
-    def over() -> bool:
+    def has_probe_ended() -> bool:
         chosen.append(link.choose(4))
         return chosen[-1].epoch == 2 and not chosen[-1].probe_id
 
-    eventually(over)
+    eventually(has_probe_ended)
     assert [c.gamma for c in chosen if c.probe_id == 7] == [7, 7, 7]
     assert chosen[-1].gamma == 3
 
@@ -260,13 +260,13 @@ def test_a_report_that_nobody_can_read_is_lost_alone(tmp_path, start_link):
         link._socket.send(messages.REPORT + b"\xff\xff")
         assert report(link, 2, choice)
 
-        def told() -> tuple[int, int]:
+        def read_report_counts() -> tuple[int, int]:
             with grpc.insecure_channel(real.address) as channel:
                 stub = InspectionServiceStub(channel)
                 [engine] = stub.ListEngines(ListEnginesRequest(), timeout=60).engines
             return engine.last_report.step, engine.dropped_reports
 
-        eventually(lambda: told() == (2, 1), what="both others have arrived")
+        eventually(lambda: read_report_counts() == (2, 1), description="both others have arrived")
 
 
 def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link, capfd):
@@ -338,23 +338,23 @@ def test_while_the_sidecar_is_away_the_newest_reports_are_kept_and_the_rest_coun
 ):
     sidecar.stop()
     link = start_link(report_buffer=16)
-    made = 0
+    report_count = 0
     for _ in range(400):
-        made += 1
-        report(link, made)
+        report_count += 1
+        report(link, report_count)
     sidecar.start()
 
     def accounted() -> bool:
         dropped = sum(r.dropped_reports for r in list(sidecar.requests))
-        return bool(len(sidecar.reports) + dropped == made)
+        return bool(len(sidecar.reports) + dropped == report_count)
 
     steered(link)
-    made += 1
-    assert eventually(lambda: report(link, made))
+    report_count += 1
+    assert eventually(lambda: report(link, report_count))
     eventually(accounted)
     steps = [r.step for r in sidecar.reports]
     assert steps == sorted(set(steps))
-    assert steps[-1] == made
+    assert steps[-1] == report_count
 
 
 def test_a_stopped_agent_never_blocks_the_engine(sidecar, start_link):
@@ -363,24 +363,25 @@ def test_a_stopped_agent_never_blocks_the_engine(sidecar, start_link):
     pid = link.status().agent_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    made = 0
+    report_count = 0
     while link.status().reports_dropped < 500:
-        made += 1
-        report(link, made, choice)
+        report_count += 1
+        report(link, report_count, choice)
         assert link.choose(4).source is Source.PLAN
-        assert made < 100_000
+        assert report_count < 100_000
     assert link.status().agent_connected
     os.kill(pid, signal.SIGCONT)
 
     def reported() -> bool:
-        nonlocal made
-        made += 1
-        return report(link, made, choice)
+        nonlocal report_count
+        report_count += 1
+        return report(link, report_count, choice)
 
     eventually(reported)
     eventually(
         lambda: (
-            len(sidecar.reports) + sum(r.dropped_reports for r in list(sidecar.requests)) == made
+            len(sidecar.reports) + sum(r.dropped_reports for r in list(sidecar.requests))
+            == report_count
         )
     )
 

@@ -58,15 +58,15 @@ async def read(engine: socket.socket) -> ArrivedPlan | LinkState:
 
 
 async def plan_read(engine: socket.socket) -> Plan:
-    found = await read(engine)
-    assert isinstance(found, ArrivedPlan)
-    return found.plan
+    message = await read(engine)
+    assert isinstance(message, ArrivedPlan)
+    return message.plan
 
 
 async def state_read(engine: socket.socket) -> LinkState:
-    found = await read(engine)
-    assert isinstance(found, LinkState)
-    return found
+    message = await read(engine)
+    assert isinstance(message, LinkState)
+    return message
 
 
 async def test_the_first_packet_is_the_introduction_and_the_others_are_reports():
@@ -76,8 +76,8 @@ async def test_the_first_packet_is_the_introduction_and_the_others_are_reports()
         engine.send(b"garbage")
         engine.send(report(2))
         assert await port.introduction() == HELLO
-        await port.arrived.wait()
-        assert [step_of(r) for r in buffer.take(9, 1000)] == [1, 2]
+        await port.data_arrived.wait()
+        assert [step_of(r) for r in buffer.take_oldest(9, 1000)] == [1, 2]
         assert buffer.dropped == 1
 
 
@@ -88,8 +88,8 @@ async def test_a_report_that_no_message_has_room_for_is_lost_alone():
         engine.send(REPORT + large)
         engine.send(report(2))
         await port.introduction()
-        await port.arrived.wait()
-        assert [step_of(r) for r in buffer.take(9, 1000)] == [2]
+        await port.data_arrived.wait()
+        assert [step_of(r) for r in buffer.take_oldest(9, 1000)] == [2]
         assert buffer.dropped == 1
 
 
@@ -103,8 +103,8 @@ async def test_reports_that_the_engine_dropped_are_counted_and_losses_are_kept()
         engine.send(REQUEST + SteerRequest(reports=[StepReport(step=1)]).SerializeToString())
         engine.send(report(2))
         await port.introduction()
-        await port.arrived.wait()
-        assert (len(buffer), buffer.dropped, port.losses.all) == (1, 6, [loss])
+        await port.data_arrived.wait()
+        assert (len(buffer), buffer.dropped, port.lost_capabilities.all) == (1, 6, [loss])
 
 
 async def test_a_first_packet_that_is_no_introduction_is_refused():
@@ -145,7 +145,7 @@ async def test_a_resting_port_reads_what_piled_up_at_once():
             await asyncio.sleep(0)
             seen.append(len(buffer))
         async with asyncio.timeout(60):
-            await port.arrived.wait()
+            await port.data_arrived.wait()
         assert seen == [0] * 20
         assert len(buffer) == 20
 
@@ -158,16 +158,16 @@ async def test_a_resting_port_looks_by_itself_while_reports_come_and_is_woken_af
         for step in range(1, 21):
             engine.send(report(step))
             async with asyncio.timeout(60):
-                await port.arrived.wait()
-            port.arrived.clear()
+                await port.data_arrived.wait()
+            port.data_arrived.clear()
             assert port._peer.fileno() not in woken()
         async with asyncio.timeout(60):
             while port._peer.fileno() not in woken():  # noqa: ASYNC110  # the kernel's list, no event
                 await asyncio.sleep(0.01)
         engine.send(report(21))
         async with asyncio.timeout(60):
-            await port.arrived.wait()
-        assert [step_of(r) for r in buffer.take(99, 10_000)] == list(range(1, 22))
+            await port.data_arrived.wait()
+        assert [step_of(r) for r in buffer.take_oldest(99, 10_000)] == list(range(1, 22))
 
 
 @pytest.mark.parametrize("rest_seconds", [0.0, 0.01])
@@ -178,7 +178,7 @@ async def test_a_gone_engine_is_noticed(unread, rest_seconds):
             port.send_plan(plan(1))
         engine.close()
         async with asyncio.timeout(60):
-            await port.gone.wait()
+            await port.engine_gone.wait()
         port.send_plan(plan(2))
         port.send_state(SidecarState.AWAY, 0, "")
 

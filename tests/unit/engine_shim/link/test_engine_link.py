@@ -18,9 +18,9 @@ from engine_shim.link.messages import (
     REPORT,
     ArrivedPlan,
     SidecarState,
-    plan_packet,
+    encode_plan,
+    encode_state,
     read_request,
-    state_packet,
 )
 from engine_shim.link.plan_follower import MAX_ROWS, Source
 from engine_shim.link.settings import LinkSettings
@@ -40,20 +40,22 @@ def plan(
     probe: Probe | None = None,
     age_seconds: int = 0,
 ) -> bytes:
-    made = link_messages.plan(epoch, gamma, lease_ms=600_000, probe=probe)
-    made.session = session
+    plan_message = link_messages.plan(epoch, gamma, lease_ms=600_000, probe=probe)
+    plan_message.session = session
     arrival_ns = time.monotonic_ns() - age_seconds * 10**9
-    return plan_packet(ArrivedPlan(made, arrival_ns))
+    return encode_plan(ArrivedPlan(plan_message, arrival_ns))
 
 
 def received(agent: socket.socket) -> list[StepReport | int]:
     """Reports, and between them how many were dropped."""
-    found: list[StepReport | int] = []
+    received_items: list[StepReport | int] = []
     with contextlib.suppress(BlockingIOError):
         while data := agent.recv(4096):
             is_report = data[:1] == REPORT
-            found.append(read_report(data) if is_report else read_request(data).dropped_reports)
-    return found
+            received_items.append(
+                read_report(data) if is_report else read_request(data).dropped_reports
+            )
+    return received_items
 
 
 def steps_and_drops(agent: socket.socket) -> list[int]:
@@ -186,7 +188,7 @@ def test_a_plan_sent_before_the_agent_closed_is_still_taken():
 def test_the_sidecars_state_is_passed_on():
     with linked() as (link, _, agent):
         assert link.status().sidecar is SidecarState.UNKNOWN
-        agent.send(state_packet(SidecarState.REFUSED, 3, "no drafter is listed"))
+        agent.send(encode_state(SidecarState.REFUSED, 3, "no drafter is listed"))
         link.poll()
         assert link.status().sidecar is SidecarState.REFUSED
         assert link.status().sidecar_detail == "no drafter is listed"

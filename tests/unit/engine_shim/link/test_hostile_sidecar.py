@@ -42,7 +42,7 @@ def steered_by(
 
 
 def waits_for(link: EngineLink, source: Source, what: str) -> None:
-    eventually(lambda: link.choose(4).source is source, what=what)
+    eventually(lambda: link.choose(4).source is source, description=what)
 
 
 def test_an_engine_falls_back_in_bounded_time_whatever_lease_it_was_given(sidecar: ScriptedSidecar):
@@ -59,7 +59,7 @@ def test_an_agent_notices_silence_however_long_the_lease_was(sidecar: ScriptedSi
     with steered_by(sidecar, SHORT_LEASE_SECONDS) as link:
         waits_for(link, Source.PLAN, "steered")
         # No plan follows the first one: the agent introduces its engine again.
-        eventually(lambda: len(sidecar.introductions) > 1, what="a new session")
+        eventually(lambda: len(sidecar.introductions) > 1, description="a new session")
 
 
 @pytest.mark.parametrize(
@@ -87,16 +87,16 @@ def test_an_agent_notices_silence_however_long_the_lease_was(sidecar: ScriptedSi
 def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: ScriptedSidecar, bad: Plan):
     with steered_by(sidecar) as link:
         waits_for(link, Source.PLAN, "steered")
-        before = link.steering.plan
+        before = link.plan_follower.plan
         sidecar.push(bad)
 
         def refused() -> bool:
             link.poll()
             return link.status().packets_refused == 1
 
-        eventually(refused, what="the plan is refused")
+        eventually(refused, description="the plan is refused")
         sidecar.push(plan(3, 0))
-        eventually(lambda: link.choose(4).epoch == 3, what="the plan after it")
+        eventually(lambda: link.choose(4).epoch == 3, description="the plan after it")
         assert before is not None
         assert link.status().packets_refused == 1
         assert link.choose(4).gamma == 0
@@ -111,7 +111,7 @@ def test_numbers_at_their_top_harm_nothing(sidecar: ScriptedSidecar):
     )
     with steered_by(sidecar, SHORT_LEASE_SECONDS) as link:
         waits_for(link, Source.PLAN, "steered")
-        assert link.steering.stride_at(0.0) == 0
+        assert link.plan_follower.update_stride(0.0) == 0
         sidecar.stop()
         waits_for(link, Source.SAFE_DEFAULT, "the safe default")
 
@@ -129,10 +129,10 @@ def test_messages_without_end_do_not_fill_the_agents_memory(sidecar: ScriptedSid
         for epoch in range(2, 40):
             huge.epoch = epoch
             sidecar.push(huge)
-            sidecar.say(SteerResponse(rejections=flood))
-        eventually(lambda: link.choose(4).epoch == 39, what="the last of them")
+            sidecar.send(SteerResponse(rejections=flood))
+        eventually(lambda: link.choose(4).epoch == 39, description="the last of them")
         sidecar.push(too_large)
-        eventually(lambda: len(sidecar.introductions) > 1, what="a new session")
+        eventually(lambda: len(sidecar.introductions) > 1, description="a new session")
         assert agent.is_running()
         assert agent.memory_info().rss - before < AGENT_BYTES
 
@@ -142,7 +142,7 @@ def test_a_session_id_without_end_is_not_taken(sidecar: ScriptedSidecar):
     with steered_by(sidecar) as link:
         eventually(
             lambda: (link.receive(), link.status().sidecar is SidecarState.AWAY)[1],
-            what="told that the session is none",
+            description="told that the session is none",
         )
         assert link.choose(4).source is Source.SAFE_DEFAULT
         sidecar.session_id = ""

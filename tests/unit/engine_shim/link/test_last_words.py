@@ -111,15 +111,15 @@ async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_
         sent = InFlightReports(buffer, "session-1")
         session = _Session(client(port, buffer, log), call, sent, 0, TAG)
         await session.run()
-    sent.settle(received=None)
-    assert [step_of(kept) for kept in buffer.take(8, 1000)] == again
+    sent.return_unreceived(received=None)
+    assert [step_of(kept) for kept in buffer.take_oldest(8, 1000)] == again
     assert buffer.dropped == lost
 
 
 async def passed_on(*plans: Plan) -> list[ArrivedPlan]:
     """What a session sends of plans that come one after another."""
     engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    found = []
+    packets = []
     with engine, agent:
         engine.settimeout(10)
         log, buffer = RateLimitedLog(), ReportBuffer(8)
@@ -127,33 +127,35 @@ async def passed_on(*plans: Plan) -> list[ArrivedPlan]:
         call: Any = EndedCall()
         sent = InFlightReports(buffer, "session-1")
         session = _Session(client(port, buffer, log), call, sent, 0, TAG)
-        for made in plans:
-            session.take_plan(made)
+        for plan_message in plans:
+            session.forward_plan(plan_message)
             packet = read_packet(engine.recv(MAX_PACKET_BYTES))
             assert isinstance(packet, ArrivedPlan)
-            found.append(packet)
-    return found
+            packets.append(packet)
+    return packets
 
 
 async def test_a_plan_is_passed_on_as_it_came_without_what_is_for_people():
     came = plan(9, 5)
     came.session, came.draft_version = 5, 7
-    said = Plan()
-    said.CopyFrom(came)
-    said.reason_detail = "renewed"
-    said.overrides.append("o-1")
-    (found,) = await passed_on(said)
-    assert found.plan == came
+    detailed_plan = Plan()
+    detailed_plan.CopyFrom(came)
+    detailed_plan.reason_detail = "renewed"
+    detailed_plan.overrides.append("o-1")
+    (packet,) = await passed_on(detailed_plan)
+    assert packet.plan == came
 
 
 async def test_a_plan_that_names_no_session_is_one_of_this_session():
-    (found,) = await passed_on(plan(9, 5))
-    assert found.plan.session == TAG
+    (packet,) = await passed_on(plan(9, 5))
+    assert packet.plan.session == TAG
 
 
 async def test_renewed_plans_have_one_digest_and_other_tables_others():
     again, other = plan(10, 5, lease_ms=900), plan(11, 3)
-    renewed, new = (found.table_digest for found in (await passed_on(plan(9, 5), again, other))[1:])
+    renewed, new = (
+        packet.table_digest for packet in (await passed_on(plan(9, 5), again, other))[1:]
+    )
     (first,) = await passed_on(plan(9, 5))
     assert first.table_digest == renewed != new
     assert first.table_digest
@@ -161,5 +163,5 @@ async def test_renewed_plans_have_one_digest_and_other_tables_others():
 
 @pytest.mark.parametrize(("asked", "used"), [(1, 1), (60_000, 60_000), (2**32 - 1, 60_000)])
 async def test_a_lease_that_is_too_long_is_cut(asked: int, used: int):
-    (found,) = await passed_on(plan(1, 5, lease_ms=asked))
-    assert found.plan.lease_ms == used
+    (packet,) = await passed_on(plan(1, 5, lease_ms=asked))
+    assert packet.plan.lease_ms == used

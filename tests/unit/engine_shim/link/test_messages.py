@@ -15,12 +15,12 @@ from engine_shim.link.messages import (
     REQUEST,
     ArrivedPlan,
     SidecarState,
-    as_field,
-    plan_packet,
+    encode_plan,
+    encode_report_field,
+    encode_state,
     read_introduction,
     read_packet,
     read_request,
-    state_packet,
     table_digest,
 )
 from speculation.v1.engine_pb2 import StepReport
@@ -38,7 +38,7 @@ READERS = [read_packet, read_introduction, read_request]
 )
 def test_reports_go_unread_into_a_message_of_all(reports: list[StepReport], dropped: int):
     request = SteerRequest(session_id="s", dropped_reports=dropped)
-    fields = [as_field(report.SerializeToString()) for report in reports]
+    fields = [encode_report_field(report.SerializeToString()) for report in reports]
     whole = SteerRequest.FromString(b"".join((request.SerializeToString(), *fields)))
     request.reports.extend(reports)
     assert whole == request
@@ -47,26 +47,28 @@ def test_reports_go_unread_into_a_message_of_all(reports: list[StepReport], drop
 @pytest.mark.parametrize("size", [0, 1, 0x7F, 0x80, 0x3FFF, 0x4000, 64 * 1024])
 def test_a_report_of_any_size_is_one_field(size: int):
     report = StepReport(drafter="x" * size)
-    (found,) = SteerRequest.FromString(as_field(report.SerializeToString())).reports
-    assert found == report
+    (decoded_report,) = SteerRequest.FromString(
+        encode_report_field(report.SerializeToString())
+    ).reports
+    assert decoded_report == report
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1))
 def test_a_plan_comes_back_as_it_was_sent(arrival_ns: int, digest: int):
     sent = ArrivedPlan(plan(7, 3), arrival_ns, digest)
-    assert read_packet(plan_packet(sent)) == sent
+    assert read_packet(encode_plan(sent)) == sent
 
 
 @given(st.sampled_from(SidecarState), st.integers(0, 2**16 - 1), st.text(max_size=400))
 def test_a_state_comes_back_with_its_text_cut_to_the_limit(state, code, text):
-    said = read_packet(state_packet(state, code, text))
-    assert isinstance(said, LinkState)
-    assert (SidecarState(said.state), said.code) == (state, code)
+    decoded_state = read_packet(encode_state(state, code, text))
+    assert isinstance(decoded_state, LinkState)
+    assert (SidecarState(decoded_state.state), decoded_state.code) == (state, code)
     whole = text.encode("utf-8", "replace").decode()
-    assert whole.startswith(said.text)
-    assert len(said.text.encode()) <= MAX_TEXT_BYTES
+    assert whole.startswith(decoded_state.text)
+    assert len(decoded_state.text.encode()) <= MAX_TEXT_BYTES
     if len(whole.encode()) <= MAX_TEXT_BYTES:
-        assert said.text == whole
+        assert decoded_state.text == whole
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -82,7 +84,7 @@ def test_arbitrary_bytes_are_a_message_or_a_packet_error(read, data):
 def test_the_beginnings_of_other_packets_are_none(read):
     introduction = IntroduceRequest(engine=engine_spec()).SerializeToString()
     packets = {
-        read_packet: plan_packet(ArrivedPlan(plan(7, 3), 5)),
+        read_packet: encode_plan(ArrivedPlan(plan(7, 3), 5)),
         read_introduction: introduction,
         read_request: REQUEST + SteerRequest(dropped_reports=1).SerializeToString(),
     }
@@ -128,6 +130,6 @@ def test_an_engine_whose_protobuf_is_pure_python_does_not_start():
         PURE_PYTHON_VARIABLE: "python",
     }
     run = [sys.executable, "-c", SCRIPT]
-    said = subprocess.check_output(run, text=True, env=environment).splitlines()
-    assert len(said) == 2
-    assert all(f"unset {PURE_PYTHON_VARIABLE}" in line for line in said)
+    output_lines = subprocess.check_output(run, text=True, env=environment).splitlines()
+    assert len(output_lines) == 2
+    assert all(f"unset {PURE_PYTHON_VARIABLE}" in line for line in output_lines)

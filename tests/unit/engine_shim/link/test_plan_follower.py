@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from engine_shim.link import plan_follower
 from engine_shim.link.errors import UnusablePlanError
-from engine_shim.link.messages import MAX_PACKET_BYTES, ArrivedPlan, plan_packet
-from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
+from engine_shim.link.messages import MAX_PACKET_BYTES, ArrivedPlan, encode_plan
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, make_safe_default
 from speculation.v1.engine_pb2 import Drafter
 from speculation.v1.plan_pb2 import (
     REGIME_MODE_COLLECT,
@@ -26,7 +26,7 @@ DRAFTERS = [
     Drafter(name="dflash", gammas=[0, 7]),
 ]
 ARMS = [(drafter.name, gamma) for drafter in DRAFTERS for gamma in drafter.gammas]
-SAFE = safe_choice(1)
+SAFE = make_safe_default(1)
 GRACE_SECONDS = 10.0
 
 
@@ -38,8 +38,8 @@ def plan(
     lease_ms: int = 2000,
     digest: int = 0,
 ) -> ArrivedPlan:
-    made = Plan(epoch=epoch, rows=rows, lease_ms=lease_ms, session=session)
-    return ArrivedPlan(made, int(arrival * 1e9), digest)
+    plan_message = Plan(epoch=epoch, rows=rows, lease_ms=lease_ms, session=session)
+    return ArrivedPlan(plan_message, int(arrival * 1e9), digest)
 
 
 def row(bound: int, gamma: int, probe: Probe | None = None, *, asleep: bool = False) -> PlanRow:
@@ -106,7 +106,7 @@ def test_rows_that_are_known_by_their_digest_are_not_read_again():
 
 def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight():
     state = steered()
-    assert state.stride_at(0.0) == 0
+    assert state.update_stride(0.0) == 0
     for epoch, (mode, stride, expected) in enumerate(
         [
             (REGIME_MODE_ONLINE, 5, 5),
@@ -115,12 +115,12 @@ def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight
             (REGIME_MODE_ONLINE, 20, 20),
         ]
     ):
-        made = plan(epoch, row(8, 3))
-        made.plan.regime.CopyFrom(Regime(mode=mode, stride=stride))
-        assert state.accept(made, 0.0)
-        assert state.stride_at(1.0) == expected
-    assert state.stride_at(2.5) == 20  # grace
-    assert state.stride_at(12.0) == 0
+        arrived_plan = plan(epoch, row(8, 3))
+        arrived_plan.plan.regime.CopyFrom(Regime(mode=mode, stride=stride))
+        assert state.accept(arrived_plan, 0.0)
+        assert state.update_stride(1.0) == expected
+    assert state.update_stride(2.5) == 20  # grace
+    assert state.update_stride(12.0) == 0
 
 
 def test_the_lease_counts_from_the_arrival_at_the_agent():
@@ -168,8 +168,8 @@ def test_a_plan_with_an_arm_that_the_engine_lacks_changes_nothing(bad):
 
 
 def good(**changes: Any) -> Plan:
-    said: dict[str, Any] = {"epoch": 1, "rows": [row(4, 3)], "lease_ms": 1}
-    return Plan(**(said | changes))
+    plan_fields: dict[str, Any] = {"epoch": 1, "rows": [row(4, 3)], "lease_ms": 1}
+    return Plan(**(plan_fields | changes))
 
 
 def rule(**changes: Any) -> MixtureRule:
@@ -220,27 +220,27 @@ def test_the_largest_plan_is_usable():
     rows = [row(n + 1, 3) for n in range(plan_follower.MAX_ROWS)]
     rules = [rule(free_expected=[1.0] * 16)] * plan_follower.MAX_RULES
     largest = ArrivedPlan(good(rows=rows, rules=rules), 0, table_digest=1)
-    assert len(plan_packet(largest)) <= MAX_PACKET_BYTES
+    assert len(encode_plan(largest)) <= MAX_PACKET_BYTES
     assert steered().accept(largest, 0.0)
 
 
 def test_rules_are_kept_for_as_long_as_the_plan_has_the_same():
     state = steered()
-    assert state.rules == ()
+    assert state.mixture_rules == ()
     for epoch in (1, 2):
         state.accept(ArrivedPlan(good(epoch=epoch, rules=[rule()]), 0, table_digest=3), 0.0)
         if epoch == 1:
-            first = state.rules
+            first = state.mixture_rules
     assert list(first) == [rule()]
-    assert state.rules is first
+    assert state.mixture_rules is first
 
 
 @pytest.mark.parametrize("mode", [-1, 9, 2**31 - 1])
 def test_a_regime_that_this_version_does_not_know_asks_for_nothing(mode: int):
-    state, made = steered(), good()
-    made.regime.mode, made.regime.stride = mode, 5  # type: ignore[assignment]
-    assert state.accept(ArrivedPlan(made, 0), 0.0)
-    assert (state.stride_at(0.0), state.collects_at(0.0)) == (0, False)
+    state, plan_message = steered(), good()
+    plan_message.regime.mode, plan_message.regime.stride = mode, 5  # type: ignore[assignment]
+    assert state.accept(ArrivedPlan(plan_message, 0), 0.0)
+    assert (state.update_stride(0.0), state.collects_signals(0.0)) == (0, False)
 
 
 def test_a_probe_runs_for_its_steps_in_its_bucket_only():
@@ -295,7 +295,7 @@ def test_the_memory_of_probes_is_bounded():
     state = steered()
     for epoch in range(1, 10_000):
         state.accept(plan(epoch, row(8, 1, probe_of(epoch, 5, 1))), 0.0)
-    assert len(state._steps_left) <= plan_follower._REMEMBERED_PROBES
+    assert len(state._probe_steps_left) <= plan_follower._MAX_REMEMBERED_PROBES
 
 
 OPERATIONS = st.lists(
@@ -324,7 +324,7 @@ OPERATIONS = st.lists(
 )
 
 
-def _made(arguments, now: float) -> ArrivedPlan:
+def _make_plan(arguments, now: float) -> ArrivedPlan:
     session, epoch, lease_ms, age, entries = arguments
     rows = [
         PlanRow(
@@ -350,7 +350,7 @@ def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(ope
         if operation == "wait":
             now += argument
         elif operation == "plan":
-            arrived = _made(argument, now)
+            arrived = _make_plan(argument, now)
             issued = arrived.plan
             usable = all((r.drafter, r.gamma) in ARMS for r in issued.rows)
             same = newest is not None and newest.session == issued.session

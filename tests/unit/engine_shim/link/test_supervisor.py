@@ -43,10 +43,10 @@ def test_the_first_packet_on_every_new_socket_is_the_introduction():
     supervisor.start()
     try:
         for _ in range(2):
-            peer = eventually(supervisor.take)
+            peer = eventually(supervisor.take_socket)
             pid = int(greeting(peer).removeprefix(b"hello from "))
             assert pid == supervisor.agent_pid
-            assert supervisor.take() is None
+            assert supervisor.take_socket() is None
             peer.close()  # the script ends; the next one is started
         assert supervisor.starts >= 2
     finally:
@@ -68,11 +68,11 @@ def test_a_killed_agent_is_replaced():
     supervisor = supervising(STUBBORN)
     supervisor.start()
     try:
-        with eventually(supervisor.take) as first:
+        with eventually(supervisor.take_socket) as first:
             assert greeting(first) == b"up"
             assert supervisor.agent_pid is not None
             os.kill(supervisor.agent_pid, 9)
-            with eventually(supervisor.take) as second:
+            with eventually(supervisor.take_socket) as second:
                 assert greeting(second) == b"up"
                 assert first.recv(100) == b""
     finally:
@@ -85,7 +85,7 @@ def test_an_agent_that_dies_at_once_is_started_with_growing_pauses_and_leaks_not
     supervisor.start()
     eventually(lambda: supervisor.starts >= 3)
     supervisor.stop()
-    assert supervisor.take() is None
+    assert supervisor.take_socket() is None
     # On a busy machine the supervisor ends later than it is waited for.
     eventually(lambda: psutil.Process().num_fds() <= before)
 
@@ -94,7 +94,7 @@ def test_a_stubborn_agent_is_killed_on_stop():
     before = set(threading.enumerate())
     supervisor = supervising(STUBBORN)
     supervisor.start()
-    with eventually(supervisor.take) as peer:
+    with eventually(supervisor.take_socket) as peer:
         assert greeting(peer) == b"up"
     pid = supervisor.agent_pid
     assert pid is not None
@@ -115,7 +115,7 @@ def test_the_agent_holds_no_descriptor_but_its_own():
     supervisor = supervising(PREAMBLE + "peer.send(repr(os.listdir('/proc/self/fd')).encode())")
     try:
         supervisor.start()
-        with eventually(supervisor.take) as peer:
+        with eventually(supervisor.take_socket) as peer:
             # stdin, stdout, stderr, the socket, and the one that lists the folder
             assert len(eval(greeting(peer))) == 5
     finally:
@@ -128,7 +128,7 @@ def test_a_fork_waits_for_no_lock_that_the_thread_has_taken_before():
     """The thread is not in the fork, and would never give the lock back."""
     supervisor = supervising(ECHO)
     with supervisor._stopping._cond:  # type: ignore[attr-defined]  # as the thread has it
-        giving_up = threading.Thread(target=supervisor.leave_to_parent, daemon=True)
+        giving_up = threading.Thread(target=supervisor.abandon_after_fork, daemon=True)
         giving_up.start()
         giving_up.join(60.0)
         assert not giving_up.is_alive()

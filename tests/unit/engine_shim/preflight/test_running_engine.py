@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.preflight.running_engine import TakenFlags, flags_of
+from engine_shim.preflight.running_engine import AcceptedFlags, fetch_flags
 from engine_shim.preflight.verdict import InputError
 
 
@@ -46,8 +46,8 @@ def server() -> Iterator[_Server]:
         thread.join()
 
 
-def flags(server: _Server) -> TakenFlags:
-    return flags_of(f"http://127.0.0.1:{server.server_port}/")
+def flags(server: _Server) -> AcceptedFlags:
+    return fetch_flags(f"http://127.0.0.1:{server.server_port}/")
 
 
 def command(words: str) -> bytes:
@@ -59,7 +59,7 @@ def test_the_command_line_is_read_and_the_key_is_sent(
 ) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
     server.answer = command("--model-path m --tp-size 2")
-    assert flags(server) == TakenFlags(("--tp-size", "2"), ("--model-path",), "m")
+    assert flags(server) == AcceptedFlags(("--tp-size", "2"), ("--model-path",), "m")
     assert (server.asked, server.key) == ("/server_info", "Bearer secret")
 
 
@@ -106,19 +106,19 @@ def test_nothing_is_taken_that_sglang_would_load(server: _Server) -> None:
         "--cuda-graph-bs-decode 1 2 4 --disable-overlap-schedule --lora-paths a=evil "
         "--\N{RIGHT-TO-LEFT OVERRIDE}evil x"
     )
-    found = flags(server)
-    assert found.flags == (
+    launch_flags = flags(server)
+    assert launch_flags.flags == (
         "--speculative-algorithm", "EAGLE3", "--tp", "2", "--mem-fraction-static", "0.8",
         "--context-length", "8000", "--cuda-graph-bs-decode", "1", "2", "4",
         "--disable-overlap-schedule", "--enable-lora",
     )  # fmt: skip
-    assert found.left_out == (
+    assert launch_flags.left_out == (
         "--model-path", "--trust-remote-code", "--trust-remote", "--tokenizer-path", "--config",
         "--api-key", "--speculative-draft-model-path", "--speculative-adaptive-config",
         "--load-format", "--model-impl", "--custom-weight-loader", "--decrypted-config-file",
         "--speculative-token-map", "--quantization", "words that are no flag",
     )  # fmt: skip
-    assert (found.model, found.drafter) == ("evil/model", "evil/draft")
+    assert (launch_flags.model, launch_flags.drafter) == ("evil/model", "evil/draft")
 
 
 def test_flags_without_number_are_named_in_part(server: _Server) -> None:
@@ -150,17 +150,17 @@ def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(
 def test_the_key_never_goes_over_an_open_line(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
     with pytest.raises(InputError, match="would be sent unencrypted") as error:
-        flags_of(f"http://{host}:1")
+        fetch_flags(f"http://{host}:1")
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["http://", "ftp://a", "http://[", "http://a:x", "http://a:99999"])
 def test_what_is_no_address_is_bad_input(url: str) -> None:
     with pytest.raises(InputError):
-        flags_of(url)
+        fetch_flags(url)
 
 
 def test_a_key_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "a\r\nHost: b")
     with pytest.raises(InputError, match="not printable"):
-        flags_of("http://127.0.0.1:1")
+        fetch_flags("http://127.0.0.1:1")

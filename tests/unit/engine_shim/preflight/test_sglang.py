@@ -26,9 +26,9 @@ def test_the_plugin_has_to_be_loaded(
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
     monkeypatch.setattr(hook_check, "registered_targets", lambda: targets)
-    found = sglang._plugin_check().obstacle
-    assert found.startswith(obstacle)
-    assert bool(found) == bool(obstacle)
+    plugin_obstacle = sglang._plugin_check().obstacle
+    assert plugin_obstacle.startswith(obstacle)
+    assert bool(plugin_obstacle) == bool(obstacle)
 
 
 def test_without_sglang_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,9 +42,9 @@ def test_another_version_is_the_only_thing_that_is_looked_at(
 ) -> None:
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
     monkeypatch.setattr(versions, "sglang_version", lambda: "0.6.0")
-    found = sglang.verdict(["--model-path", "m"])
-    assert not found.is_steered
-    (check,) = found.checks
+    verdict = sglang.verdict(["--model-path", "m"])
+    assert not verdict.is_steered
+    (check,) = verdict.checks
     assert "SGLang 0.6.0 is installed, the plugin is tested with 0.5.21" in check.obstacle
 
 
@@ -56,5 +56,5 @@ def test_a_slow_protobuf_is_a_no_and_not_the_end_of_the_answer() -> None:
         env=os.environ | {PURE_PYTHON_VARIABLE: "python", "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    found = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
-    assert PURE_PYTHON_VARIABLE in found["protobuf"]["obstacle"]
+    checks_by_topic = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    assert PURE_PYTHON_VARIABLE in checks_by_topic["protobuf"]["obstacle"]

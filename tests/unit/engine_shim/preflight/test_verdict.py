@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine_shim.common.checks import Check, checked, require
+from engine_shim.common.checks import Check, make_check, require_no_obstacle
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.preflight.__main__ import parser
-from engine_shim.preflight.verdict import Drafter, Memory, Verdict, page, variables_of
+from engine_shim.preflight.__main__ import build_parser
+from engine_shim.preflight.verdict import (
+    Drafter,
+    Memory,
+    Verdict,
+    environment_variables,
+    render_text,
+)
 from engine_shim.sglang.api.settings import PluginSettings
 
 LONG = "the draft length can be steered for chains only, not for trees; set this option to 1"
@@ -26,16 +32,16 @@ STEERED = Verdict(
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for verdict in (REFUSED, STEERED):
-        assert max(map(len, page(verdict, width).splitlines())) <= width
+        assert max(map(len, render_text(verdict, width).splitlines())) <= width
 
 
 def test_the_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, parser().format_help().splitlines())) <= 80
+    assert max(map(len, build_parser().format_help().splitlines())) <= 80
 
 
 def test_an_obstacle_stands_below_what_was_looked_at_and_nothing_else_is_promised() -> None:
-    lines = page(REFUSED, 60).splitlines()
+    lines = render_text(REFUSED, 60).splitlines()
     assert lines[0] == "SGLang 0.5.23: this engine would not be steered."
     assert lines[2:4] == ["yes  version  0.5.23", "no   topk     4"]
     assert lines[4].startswith("     -> the draft length can be")
@@ -43,7 +49,7 @@ def test_an_obstacle_stands_below_what_was_looked_at_and_nothing_else_is_promise
 
 
 def test_a_steered_engine_has_its_drafters_memory_and_variables() -> None:
-    text = page(STEERED, 80)
+    text = render_text(STEERED, 80)
     assert "yes  page size  64" in text
     assert "  eagle3  draft lengths 0,1,3\n  ngram   draft lengths 1,3\n" in text
     assert "\n  SPECULATION_GAMMAS=0,1,3\n" in text
@@ -51,35 +57,37 @@ def test_a_steered_engine_has_its_drafters_memory_and_variables() -> None:
 
 def test_a_path_is_never_broken_and_commands_no_terminal() -> None:
     path = "/a/" + "long-folder/" * 12
-    text = page(Verdict("SGLang", "1", (Check("model", f"{path}\x1b[2J"),)), 40)
+    text = render_text(Verdict("SGLang", "1", (Check("model", f"{path}\x1b[2J"),)), 40)
     assert path in text
     assert "\x1b" not in text
 
 
 def test_what_was_not_looked_at_is_said() -> None:
     verdict = replace(STEERED, left_out=("--trust-remote-code", "--load-format"))
-    lines = page(verdict, 120).splitlines()
+    lines = render_text(verdict, 120).splitlines()
     assert lines[1].startswith("Ignored flags: --trust-remote-code, --load-format. They are not")
     assert verdict.document()["left_out"] == ["--trust-remote-code", "--load-format"]
 
 
 def test_a_program_reads_the_same() -> None:
-    found = STEERED.document()
-    assert (found["api_version"], found["kind"]) == ("speculation.v1", "WouldSteer")
-    assert found["would_be_steered"] is True
-    assert found["memory"] == {"total_mib": 12.5}
-    assert found["drafters"][1] == {"name": "ngram", "gammas": (1, 3), "model": ""}
+    document = STEERED.document()
+    assert (document["api_version"], document["kind"]) == ("speculation.v1", "WouldSteer")
+    assert document["would_be_steered"] is True
+    assert document["memory"] == {"total_mib": 12.5}
+    assert document["drafters"][1] == {"name": "ngram", "gammas": (1, 3), "model": ""}
     assert REFUSED.document()["checks"][1]["obstacle"] == LONG
     assert REFUSED.document()["memory"] is None
 
 
 def test_the_first_obstacle_ends_a_start_with_its_lead() -> None:
-    made = checked("topk", 4, {"never": False, "trees": True, "too late": True}, "it is on, but ")
-    assert made == Check("topk", "4", "trees", "it is on, but ")
-    assert checked("topk", 1, {"never": False}).refusal == ""
-    require([checked("topk", 1, {"never": False})])
+    failed_check = make_check(
+        "topk", 4, {"never": False, "trees": True, "too late": True}, "it is on, but "
+    )
+    assert failed_check == Check("topk", "4", "trees", "it is on, but ")
+    assert make_check("topk", 1, {"never": False}).refusal == ""
+    require_no_obstacle([make_check("topk", 1, {"never": False})])
     with pytest.raises(UnsupportedEngineError, match=r"^it is on, but trees$"):
-        require([Check("version", "1"), made, Check("x", "y", "z")])
+        require_no_obstacle([Check("version", "1"), failed_check, Check("x", "y", "z")])
 
 
 def test_the_variables_are_those_that_are_set_and_those_that_are_needed(
@@ -88,7 +96,7 @@ def test_the_variables_are_those_that_are_set_and_those_that_are_needed(
     monkeypatch.setenv("SPECULATION_LOOKUP", "true")
     monkeypatch.setenv("SPECULATION_GRAPH_LIMITS", "5:8,7:4")
     monkeypatch.setenv("SPECULATION_SIDECAR", "")
-    assert variables_of(PluginSettings(), (0, 1, 2, 3, 5, 7)) == {
+    assert environment_variables(PluginSettings(), (0, 1, 2, 3, 5, 7)) == {
         "SPECULATION_SIDECAR": "unix:/run/speculation/controller.sock",
         "SPECULATION_GAMMAS": "0,1,2,3,5,7",
         "SPECULATION_GRAPH_LIMITS": "5:8,7:4",
@@ -99,14 +107,14 @@ def test_the_variables_are_those_that_are_set_and_those_that_are_needed(
 def test_an_engine_that_gains_nothing_starts_and_its_log_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    useless = Check("drafter", "eagle3", "set EAGLE3", starts=True)
+    useless = Check("drafter", "eagle3", "set EAGLE3", engine_starts=True)
     hint = Check("name", "Llama", advice="write LlamaForCausalLMEagle")
-    require((useless, hint))
+    require_no_obstacle((useless, hint))
     assert [record.getMessage() for record in caplog.records] == [
         "drafter: set EAGLE3", "name: write LlamaForCausalLMEagle",
     ]  # fmt: skip
     verdict = Verdict("SGLang", "1", (useless, hint))
-    lines = page(verdict, 80).splitlines()
+    lines = render_text(verdict, 80).splitlines()
     assert lines[0] == "SGLang 1: this engine would start, and gain nothing from its drafter."
     assert lines[2:6] == [
         "no   drafter  eagle3", "     -> set EAGLE3", "yes  name     Llama",
@@ -117,9 +125,9 @@ def test_an_engine_that_gains_nothing_starts_and_its_log_says_why(
 
 
 def test_one_obstacle_that_ends_the_start_is_enough() -> None:
-    both = (Check("drafter", "x", "no gain", starts=True), Check("topk", "4", LONG))
-    assert page(Verdict("SGLang", "1", both), 80).startswith(
+    both = (Check("drafter", "x", "no gain", engine_starts=True), Check("topk", "4", LONG))
+    assert render_text(Verdict("SGLang", "1", both), 80).startswith(
         "SGLang 1: this engine would not be steered."
     )
     with pytest.raises(UnsupportedEngineError, match="the draft length can be"):
-        require(both)
+        require_no_obstacle(both)

@@ -92,8 +92,8 @@ class Kept(TorchDispatchMode):
         return sum({_storage(t): t.untyped_storage().nbytes() for t in self._alive()}.values())
 
     def _alive(self) -> list[torch.Tensor]:
-        found = (seen() for seen in self._seen)
-        return [tensor for tensor in found if tensor is not None]
+        tensors = (seen() for seen in self._seen)
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -237,20 +237,20 @@ def measured(case: Case) -> tuple[int, int]:
     gamma, batches, place = case["gamma"], case["batches"], case["place"]
     # What the engine's first backend leaves to be shared.
     ATTENTION_BACKENDS[case["backend"]](runner(case, drafts=False))
-    found = runner(case, drafts=place != "VERIFY")
-    factory = DraftBackendFactory(found, 1, gamma)
+    model_runner = runner(case, drafts=place != "VERIFY")
+    factory = DraftBackendFactory(model_runner, 1, gamma)
     make = {
-        "VERIFY": lambda: ATTENTION_BACKENDS[case["backend"]](found),
+        "VERIFY": lambda: ATTENTION_BACKENDS[case["backend"]](model_runner),
         "EXTEND": factory.create_draft_extend_backend,
         "STEP": factory.create_decode_backend,
     }[place]
     width = 1 if place == "STEP" else gamma + 1
     with Kept() as kept:
-        made = make()
+        attention_backend = make()
         built = kept.bytes()
-        made.init_cuda_graph_state(max(batches), max(batches) * width)
-        if case["backend"] == "flashinfer" and not found.use_mla_backend:
-            for part in getattr(made, "attn_backends", [made]):
+        attention_backend.init_cuda_graph_state(max(batches), max(batches) * width)
+        if case["backend"] == "flashinfer" and not model_runner.use_mla_backend:
+            for part in getattr(attention_backend, "attn_backends", [attention_backend]):
                 for size in batches:
                     part._prepare_cuda_graph_metadata(size, size * width, MODES[place], None)
         return built, kept.bytes() - built

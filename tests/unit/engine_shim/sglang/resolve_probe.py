@@ -39,11 +39,13 @@ def main() -> None:
             args = ServerArgs(**arguments)
             args.resolve_once()
             view = resolving_view(args)
-            found = {name: getattr(view, name) for name in SHOWN}
+            resolved_arguments = {name: getattr(view, name) for name in SHOWN}
             if mebibytes:
-                found["mem_fraction_static"] = view.mem_fraction_static
-                found["largest_graph_batch"] = max(sglang_api.captured_batches(args), default=0)
-            results.append(found)
+                resolved_arguments["mem_fraction_static"] = view.mem_fraction_static
+                resolved_arguments["largest_graph_batch"] = max(
+                    sglang_api.captured_batch_sizes(args), default=0
+                )
+            results.append(resolved_arguments)
         except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
             results.append({"error": f"{type(error).__name__}: {error}"})
     answers.write_text(json.dumps(results))

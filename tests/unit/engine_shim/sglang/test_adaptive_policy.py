@@ -31,7 +31,7 @@ def test_without_a_decision_it_stays_at_the_startup_gamma(policy: SteeredPolicy)
 
 def test_sglang_is_told_the_gamma_that_was_decided(policy: SteeredPolicy) -> None:
     for expected in (4, 0):
-        policy.run(choice(expected))
+        policy.set_choice(choice(expected))
         assert policy.get_steps_for_batch(1) == policy.get_steps_for_batch(1) == expected
 
 
@@ -50,7 +50,7 @@ def test_flying_alone_and_being_steered_again_are_logged_once_each(
     sources = [Source.PLAN, Source.PLAN, Source.GRACE, Source.GRACE, Source.SAFE_DEFAULT]
     with caplog.at_level(logging.INFO):
         for source in (*sources, Source.PLAN):
-            policy.run(choice(2, source))
+            policy.set_choice(choice(2, source))
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.INFO, logging.WARNING, logging.WARNING, logging.INFO]
     assert "grace" in caplog.records[1].message

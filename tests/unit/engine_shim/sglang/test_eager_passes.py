@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes, watch
+from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes, watch_drafters
 
 DECODE, DRAFT_EXTEND, EXTEND, VERIFY = "decode", "draft_extend_v2", "extend", "target_verify"
 ALL = Passes.VERIFICATION | Passes.DRAFT | Passes.DRAFT_EXTEND
@@ -42,11 +42,15 @@ def engine(
 ) -> tuple[EagerPasses, Runner]:
     runner = block.runner if alone else Runner()
     worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
-    return watch(worker, [state(gamma, captured) for gamma in gammas], block), runner
+    return watch_drafters(worker, [state(gamma, captured) for gamma in gammas], block), runner
 
 
-def block(*, in_graph: bool = True, capture_bs: tuple[int, ...] = (1, 2), over: str = "") -> Any:
-    return SimpleNamespace(runner=Runner(in_graph=in_graph, capture_bs=capture_bs), over=over)
+def block(
+    *, in_graph: bool = True, capture_bs: tuple[int, ...] = (1, 2), failure_reason: str = ""
+) -> Any:
+    return SimpleNamespace(
+        runner=Runner(in_graph=in_graph, capture_bs=capture_bs), over=failure_reason
+    )
 
 
 def passes(mode: str) -> Any:
@@ -68,7 +72,7 @@ def test_a_pass_of_the_chain_drafter_is_known_by_its_mode(mode: str, expected: P
     eager, runner = engine()
     output = runner.forward(passes(mode), reinit=True)
     assert output.reinit
-    assert eager.seen == expected
+    assert eager.step_passes == expected
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -77,7 +81,7 @@ def test_a_block_is_eager_when_its_runner_says_so(*, in_graph: bool, alone: bool
     second = block(in_graph=in_graph)
     eager, _ = engine(block=second, alone=alone)
     second.runner.forward(passes(VERIFY))
-    assert eager.seen == (NO_PASSES if in_graph else Passes.BLOCK)
+    assert eager.step_passes == (NO_PASSES if in_graph else Passes.BLOCK)
 
 
 def test_steps_are_counted_by_the_passes_that_have_graphs() -> None:
@@ -98,7 +102,7 @@ def test_steps_are_counted_by_the_passes_that_have_graphs() -> None:
         (ALL, None, []),
         (ALL, block(), []),
         (ALL, block(capture_bs=()), ["block"]),
-        (ALL, block(capture_bs=(), over="it cannot draft"), []),
+        (ALL, block(capture_bs=(), failure_reason="it cannot draft"), []),
         (Passes.VERIFICATION, None, ["draft", "draft_extend"]),
         # The engine was started without graphs.
         (NO_PASSES, None, []),

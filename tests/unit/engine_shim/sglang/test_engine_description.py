@@ -13,7 +13,7 @@ from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.common.process import default_engine_id
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.engine_description import introduce, learner_of
+from engine_shim.sglang.engine_description import describe_engine, learner_index
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
 
 
@@ -51,7 +51,9 @@ def leaves(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("leaves")
 def test_it_says_what_a_profile_belongs_to() -> None:
-    spec = introduce(scheduler(), PluginSettings(engine_id="pod-7"), (0, 1, 3), can_sleep=True)
+    spec = describe_engine(
+        scheduler(), PluginSettings(engine_id="pod-7"), (0, 1, 3), can_sleep=True
+    )
     assert (spec.engine_id, spec.max_batch_size) == ("pod-7", 48)
     fingerprint = spec.fingerprint
     assert fingerprint.target_model == "org/target"
@@ -69,14 +71,14 @@ def test_it_says_what_a_profile_belongs_to() -> None:
 @pytest.mark.usefixtures("leaves")
 def test_models_that_cannot_be_weighed_are_introduced_without_a_shape() -> None:
     """The runners here have no model to look into; the engine starts all the same."""
-    spec = introduce(scheduler(), PluginSettings(), (0, 1), can_sleep=True)
+    spec = describe_engine(scheduler(), PluginSettings(), (0, 1), can_sleep=True)
     assert not spec.HasField("shape")
     assert not spec.drafters[0].HasField("shape")
 
 
 def test_a_local_draft_has_no_revision(leaves: dict[str, Any], tmp_path: Path) -> None:
     leaves["speculative_draft_model_path"] = str(tmp_path)
-    spec = introduce(scheduler("EAGLE3"), PluginSettings(), (0, 1), can_sleep=False)
+    spec = describe_engine(scheduler("EAGLE3"), PluginSettings(), (0, 1), can_sleep=False)
     assert (spec.drafters[0].name, spec.drafters[0].revision) == ("eagle3", "")
 
 
@@ -90,7 +92,7 @@ def test_the_default_engine_id_is_allowed_by_the_contract(monkeypatch: pytest.Mo
     [("", True, 0), ("eagle3", True, 0), ("dflash", True, 1), ("eagle3", False, 0)],
 )
 def test_the_learner_is_found_by_its_name(name: str, has_second: bool, place: int) -> None:
-    assert learner_of(scheduler("EAGLE3"), name, has_second=has_second) == place
+    assert learner_index(scheduler("EAGLE3"), name, has_second=has_second) == place
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,4 @@ def test_a_learner_that_the_engine_has_not_is_refused(
     name: str, has_second: bool, known: str
 ) -> None:
     with pytest.raises(UnsupportedEngineError, match=f"SPECULATION_LEARNER: '{name}'.*{known}"):
-        learner_of(scheduler("EAGLE3"), name, has_second=has_second)
+        learner_index(scheduler("EAGLE3"), name, has_second=has_second)

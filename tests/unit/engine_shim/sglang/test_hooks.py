@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.common.status import Losses
+from engine_shim.common.status import LostCapabilityReporter
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.sglang.drafters.idle_kv import IdleCounters
+from engine_shim.sglang.drafters.sleeping_drafter import SleepCounters
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import OWN, SECOND, EngineHooks
+from engine_shim.sglang.hooks import OWN_DRAFTER_INDEX, SECOND_DRAFTER_INDEX, EngineHooks
 from engine_shim.sglang.learning.learning_steps import LearningSteps
 from engine_shim.sglang.learning.online_updates import OnlineCounters
 from engine_shim.sglang.learning.verified_step import (
@@ -44,7 +44,7 @@ class Sleep:
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.is_behind, self.must_wait = True, False
-        self.counters = IdleCounters()
+        self.counters = SleepCounters()
         self.calls: list[str] = []
 
     def _note(self, call: str) -> None:
@@ -69,8 +69,8 @@ class Online:
         self.failing = failing
         self.counters = OnlineCounters()
         self.calls: list[str] = []
-        self.over = ""
-        self.found: Verification | None = None
+        self.end_reason = ""
+        self.verification: Verification | None = None
         self.has_learnt = False
 
     def _note(self, call: str) -> None:
@@ -87,13 +87,13 @@ class Online:
     def update_status(self) -> UpdateStatus:
         return UpdateStatus(updating=True, reset=False, seconds=0.5)
 
-    def after_verify(self, found: Verification, stride: int) -> None:
-        self.found = found
+    def after_verify(self, verification: Verification, stride: int) -> None:
+        self.verification = verification
         self._note(f"verified {stride}")
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         self.failing = ""
-        self.counters.state = self.over = why
+        self.counters.state = self.end_reason = reason
 
 
 def adopted(
@@ -119,14 +119,20 @@ def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
         "ranks": adopted(chosen(gamma, asleep=asleep)),
         "sleep": Sleep(failing),
     }
-    return EngineHooks(losses=Losses(), graph_states=GraphStates(), eager=EagerPasses(), **parts)
+    return EngineHooks(
+        losses=LostCapabilityReporter(), graph_states=GraphStates(), eager=EagerPasses(), **parts
+    )
 
 
-def learns(made: Any, learner: int = OWN, **parts: Any) -> None:
+def learns(hooks: Any, learner: int = OWN_DRAFTER_INDEX, **parts: Any) -> None:
     """Gives these hooks a drafter that learns."""
-    split = None if made.dual is None else made.dual.split
-    made.learning = LearningSteps(
-        ranks=made.ranks, losses=made.losses, learner=learner, split=split, **parts
+    split = None if hooks.dual_drafter is None else hooks.dual_drafter.split
+    hooks.learning = LearningSteps(
+        ranks=hooks.ranks,
+        losses=hooks.lost_capabilities,
+        learner_index=learner,
+        split_features=split,
+        **parts,
     )
 
 
@@ -144,82 +150,82 @@ def batch(mode: str = "decode") -> Any:
 class Link:
     """Keeps what it is to tell the sidecar."""
 
-    def __init__(self, made: Any) -> None:
-        self.told: list[tuple[str, str]] = []
-        made.losses = Losses(self)  # type: ignore[arg-type]
-        if made.learning is not None:
-            made.learning.losses = made.losses
+    def __init__(self, hooks: Any) -> None:
+        self.reported_losses: list[tuple[str, str]] = []
+        hooks.lost_capabilities = LostCapabilityReporter(self)  # type: ignore[arg-type]
+        if hooks.learning is not None:
+            hooks.learning.lost_capabilities = hooks.lost_capabilities
 
     def lose(self, loss: LostCapability) -> None:
-        self.told.append((Capability.Name(loss.capability), loss.reason))
+        self.reported_losses.append((Capability.Name(loss.capability), loss.reason))
 
 
-def run_step(made: Any, mode: str = "decode") -> tuple[Any, bool]:
+def run_step(hooks: Any, mode: str = "decode") -> tuple[Any, bool]:
     """One forward with its draft-extend; gives the result and whether the drafter worked."""
     worked: list[bool] = []
 
     def forward(worker: Any, batch: Any, **_: Any) -> Any:
         result = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.zeros(4, 6)))
         if mode == "decode":
-            made.around_draft_extend(lambda *_: worked.append(True), None, batch, result)
+            hooks.around_draft_extend(lambda *_: worked.append(True), None, batch, result)
         return result
 
-    return made.around_forward(forward, None, batch(mode)), bool(worked)
+    return hooks.around_forward(forward, None, batch(mode)), bool(worked)
 
 
 def test_a_step_that_sleeps_skips_the_draft_extend() -> None:
-    made = session(asleep=True)
-    result, worked = run_step(made)
+    hooks = session(asleep=True)
+    result, worked = run_step(hooks)
     assert not worked
     assert result.speculation_launch.asleep
-    assert made.sleep.calls == ["before asleep", "through 1"]
+    assert hooks.sleeping_drafter.calls == ["before asleep", "through 1"]
 
 
 @pytest.mark.parametrize(("asleep", "gamma"), [(False, 0), (False, 3), (True, 3)])
 def test_a_step_that_drafts_or_stays_awake_does_not_sleep(asleep: bool, gamma: int) -> None:
-    made = session(asleep=asleep, gamma=gamma)
-    result, worked = run_step(made)
+    hooks = session(asleep=asleep, gamma=gamma)
+    result, worked = run_step(hooks)
     assert worked
     assert not result.speculation_launch.asleep
-    assert made.sleep.calls == ["before awake"]
+    assert hooks.sleeping_drafter.calls == ["before awake"]
 
 
 @pytest.mark.parametrize("failing", ["before", "through"])
 def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = session(asleep=True, failing=failing)
-    link = Link(made)
+    hooks = session(asleep=True, failing=failing)
+    link = Link(hooks)
     with caplog.at_level(logging.ERROR):
-        result, worked = run_step(made)
+        result, worked = run_step(hooks)
     assert worked
     assert not result.speculation_launch.asleep
-    assert made.status()["sleep"] is None
+    assert hooks.status()["sleep"] is None
     assert "stays awake" in caplog.text
-    _, worked = run_step(made)
+    _, worked = run_step(hooks)
     assert worked
-    assert link.told == [("CAPABILITY_SLEEP", "RuntimeError: out of memory")]
+    assert link.reported_losses == [("CAPABILITY_SLEEP", "RuntimeError: out of memory")]
 
 
 def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
-    made = session(asleep=True)
-    result, _ = run_step(made, "extend")
-    assert made.sleep.calls == ["forget"]
+    hooks = session(asleep=True)
+    result, _ = run_step(hooks, "extend")
+    assert hooks.sleeping_drafter.calls == ["forget"]
     assert not hasattr(result, "speculation_launch")
 
 
 def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
-    made = session(asleep=False, gamma=3)
-    made.ranks = adopted(chosen(3), stride=5)
+    hooks = session(asleep=False, gamma=3)
+    hooks.ranks = adopted(chosen(3), stride=5)
     online = Online()
-    learns(made, online=online)
-    result, _ = run_step(made)
+    learns(hooks, online=online)
+    result, _ = run_step(hooks)
     assert online.calls == ["step", "verified 5"]
     assert result.speculation_launch.update_status == online.update_status() != NO_UPDATE
-    run_step(made, "extend")
+    run_step(hooks, "extend")
     assert online.calls[2:] == ["prefill"]
-    made.ranks = adopted(chosen(0, asleep=True), stride=5)
-    run_step(made)
+    hooks.ranks = adopted(chosen(0, asleep=True), stride=5)
+    run_step(hooks)
     assert online.calls[3:] == ["step", "verified 5"]
 
 
@@ -227,17 +233,17 @@ def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
 def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = session(asleep=False, gamma=3)
-    learns(made, online=Online(failing))
-    link = Link(made)
-    run_step(made, "extend")
-    _, worked = run_step(made)
+    hooks = session(asleep=False, gamma=3)
+    learns(hooks, online=Online(failing))
+    link = Link(hooks)
+    run_step(hooks, "extend")
+    _, worked = run_step(hooks)
     assert worked
-    assert made.status()["online"]["state"] == "RuntimeError: out of memory"
+    assert hooks.status()["online"]["state"] == "RuntimeError: out of memory"
     assert "an online update of the drafter failed" in caplog.text
-    _, worked = run_step(made)
+    _, worked = run_step(hooks)
     assert worked
-    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "RuntimeError: out of memory")]
+    assert link.reported_losses == [("CAPABILITY_UPDATE_ONLINE", "RuntimeError: out of memory")]
 
 
 class Dual:
@@ -250,31 +256,34 @@ class Dual:
         pass
 
 
-@pytest.mark.parametrize("learner", [OWN, SECOND])
-@pytest.mark.parametrize(("drafter", "gamma"), [(OWN, 3), (SECOND, 3), (OWN, 0)])
+@pytest.mark.parametrize("learner", [OWN_DRAFTER_INDEX, SECOND_DRAFTER_INDEX])
+@pytest.mark.parametrize(
+    ("drafter", "gamma"),
+    [(OWN_DRAFTER_INDEX, 3), (SECOND_DRAFTER_INDEX, 3), (OWN_DRAFTER_INDEX, 0)],
+)
 def test_the_learner_sees_its_columns_and_whose_drafts_they_were(
     learner: int, drafter: int, gamma: int
 ) -> None:
-    made = session(asleep=False, gamma=gamma)
-    made.sleep, made.dual = None, Dual()
-    made.ranks = adopted(chosen(gamma, drafter=drafter))
+    hooks = session(asleep=False, gamma=gamma)
+    hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
+    hooks.ranks = adopted(chosen(gamma, drafter=drafter))
     online = Online()
-    learns(made, learner, online=online)
-    run_step(made)
-    found = online.found
-    assert found is not None
-    assert torch.equal(found.features, torch.full((4, 3), float(learner)))
-    assert found.by_learner == (drafter == learner or gamma == 0)
+    learns(hooks, learner, online=online)
+    run_step(hooks)
+    verification = online.verification
+    assert verification is not None
+    assert torch.equal(verification.features, torch.full((4, 3), float(learner)))
+    assert verification.by_learner == (drafter == learner or gamma == 0)
 
 
-@pytest.mark.parametrize("learner", [OWN, SECOND])
+@pytest.mark.parametrize("learner", [OWN_DRAFTER_INDEX, SECOND_DRAFTER_INDEX])
 def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
-    found: list[PromptPass] = []
-    made = session(asleep=False)
-    made.sleep, made.dual = None, Dual()
-    made.ranks = adopted(chosen(3), 0, True)
-    collector = SimpleNamespace(over="", after_prefill=found.append)
-    learns(made, learner, collector=collector)
+    prompt_passes: list[PromptPass] = []
+    hooks = session(asleep=False)
+    hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
+    hooks.ranks = adopted(chosen(3), 0, True)
+    collector = SimpleNamespace(over="", after_prefill=prompt_passes.append)
+    learns(hooks, learner, collector=collector)
     prompts = SimpleNamespace(
         **vars(batch("extend")), input_ids=torch.arange(4), extend_lens=[4], prefix_lens=[0],
         chunked_req=None,
@@ -284,43 +293,47 @@ def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
     def forward(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.zeros(4, 6)))
 
-    made.around_forward(forward, None, prompts)
-    (seen,) = found
+    hooks.around_forward(forward, None, prompts)
+    (seen,) = prompt_passes
     assert torch.equal(seen.features, torch.full((4, 3), float(learner)))
 
 
-@pytest.mark.parametrize(("learner", "ends"), [(OWN, False), (SECOND, True)])
+@pytest.mark.parametrize(
+    ("learner", "ends"), [(OWN_DRAFTER_INDEX, False), (SECOND_DRAFTER_INDEX, True)]
+)
 def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
-    made = session(asleep=False, gamma=3)
-    made.sleep, made.dual = None, Dual()
-    made.block = SimpleNamespace(over="out of memory")
-    learns(made, learner, online=Online())
-    link = Link(made)
+    hooks = session(asleep=False, gamma=3)
+    hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
+    hooks.block = SimpleNamespace(over="out of memory")
+    learns(hooks, learner, online=Online())
+    link = Link(hooks)
     for _ in range(2):
-        run_step(made)
+        run_step(hooks)
     learning = [("CAPABILITY_UPDATE_ONLINE", "out of memory")] if ends else []
-    assert link.told == [("CAPABILITY_DRAFTER", "out of memory"), *learning]
+    assert link.reported_losses == [("CAPABILITY_DRAFTER", "out of memory"), *learning]
 
 
 def test_a_trainer_that_ends_by_itself_is_reported() -> None:
-    made = session(asleep=False, gamma=3)
+    hooks = session(asleep=False, gamma=3)
     online = Online()
-    learns(made, online=online)
-    link = Link(made)
-    run_step(made)
-    assert link.told == []
-    online.over = "the trainer has ended with status -9"
-    run_step(made)
-    run_step(made)
-    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")]
-    (status,) = made.status()["lost"]
-    assert (status["capability"], status["reason"]) == link.told[0]
+    learns(hooks, online=online)
+    link = Link(hooks)
+    run_step(hooks)
+    assert link.reported_losses == []
+    online.end_reason = "the trainer has ended with status -9"
+    run_step(hooks)
+    run_step(hooks)
+    assert link.reported_losses == [
+        ("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")
+    ]
+    (status,) = hooks.status()["lost"]
+    assert (status["capability"], status["reason"]) == link.reported_losses[0]
 
 
 def test_an_idle_forward_passes_through() -> None:
-    made = session(asleep=True)
-    run_step(made, "idle")
-    assert made.sleep.calls == []
+    hooks = session(asleep=True)
+    run_step(hooks, "idle")
+    assert hooks.sleeping_drafter.calls == []
 
 
 def test_a_failure_to_report_stops_reports_and_nothing_else(
@@ -329,51 +342,51 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     def fail(*_: Any) -> None:
         raise ValueError("nobody thought of this")
 
-    made = session(asleep=False, gamma=3)
-    made.tap = SimpleNamespace(settle=fail)
-    link = Link(made)
-    result, _ = run_step(made)
-    assert made.status()["reporting"]
+    hooks = session(asleep=False, gamma=3)
+    hooks.reporter = SimpleNamespace(settle=fail)
+    link = Link(hooks)
+    result, _ = run_step(hooks)
+    assert hooks.status()["reporting"]
     with caplog.at_level(logging.ERROR):
-        tokens = made.around_resolve(lambda *_: [[1, 2]], None, result, batch())
-        made.after_working_in(None, None, batch(), result)
+        tokens = hooks.around_resolve(lambda *_: [[1, 2]], None, result, batch())
+        hooks.after_process_result(None, None, batch(), result)
     assert tokens == [[1, 2]]
-    assert not made.status()["reporting"]
+    assert not hooks.status()["reporting"]
     assert "no longer reported" in caplog.text
-    assert link.told == [("CAPABILITY_REPORT", "ValueError: nobody thought of this")]
-    assert made.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
+    assert link.reported_losses == [("CAPABILITY_REPORT", "ValueError: nobody thought of this")]
+    assert hooks.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
 
 
 def test_a_dflash_drafter_that_has_failed_is_reported_once() -> None:
-    made = session(asleep=False, gamma=3)
-    made.block = SimpleNamespace(over="")
-    link = Link(made)
-    run_step(made)
-    assert link.told == []
-    made.block.over = "MemoryError: no room"
+    hooks = session(asleep=False, gamma=3)
+    hooks.block = SimpleNamespace(over="")
+    link = Link(hooks)
+    run_step(hooks)
+    assert link.reported_losses == []
+    hooks.block.failure_reason = "MemoryError: no room"
     for mode in ("extend", "decode"):
-        run_step(made, mode)
-    assert link.told == [("CAPABILITY_DRAFTER", "MemoryError: no room")]
+        run_step(hooks, mode)
+    assert link.reported_losses == [("CAPABILITY_DRAFTER", "MemoryError: no room")]
 
 
 def test_results_of_other_forwards_are_not_reported() -> None:
-    made = session(asleep=False)
-    made.tap = SimpleNamespace(settle=pytest.fail)
-    assert made.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
+    hooks = session(asleep=False)
+    hooks.reporter = SimpleNamespace(settle=pytest.fail)
+    assert hooks.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
 
 
 def test_context_lengths_that_only_the_requests_know_are_those_before_the_step() -> None:
-    made = session(asleep=False, gamma=3)
+    hooks = session(asleep=False, gamma=3)
     seen: list[int] = []
-    made.tap = SimpleNamespace(settle=lambda launch, *_: seen.append(launch.kv_tokens))
-    result, _ = run_step(made)
+    hooks.reporter = SimpleNamespace(settle=lambda launch, *_: seen.append(launch.kv_tokens))
+    result, _ = run_step(hooks)
     result.speculation_launch.kv_tokens = None
     request = SimpleNamespace(
         kv=SimpleNamespace(kv_committed_len=8), finished_reason=None, is_retracted=False
     )
     decoding = SimpleNamespace(reqs=[request])
-    made.around_resolve(lambda *_: [[1]], None, result, decoding)
-    made.after_working_in(None, None, decoding, result)
+    hooks.around_resolve(lambda *_: [[1]], None, result, decoding)
+    hooks.after_process_result(None, None, decoding, result)
     assert seen == [7]
 
 
@@ -383,46 +396,46 @@ class Signals:
     def __init__(self, *, failing: bool = False) -> None:
         self.failing = failing
         self.collecting: list[bool] = []
-        self.found: list[Verification] = []
-        self.why = "ready"
-        self.over = ""
+        self.verifications: list[Verification] = []
+        self.state = "ready"
+        self.end_reason = ""
 
-    def after_verify(self, found: Verification, *, collecting: bool) -> None:
+    def after_verify(self, verification: Verification, *, collecting: bool) -> None:
         self.collecting.append(collecting)
-        self.found.append(found)
+        self.verifications.append(verification)
         if self.failing:
             raise RuntimeError("out of memory")
 
     def status(self) -> dict[str, Any]:
-        return {"state": self.why}
+        return {"state": self.state}
 
-    def give_up(self, why: str) -> None:
-        self.failing, self.why, self.over = False, why, why
+    def give_up(self, reason: str) -> None:
+        self.failing, self.state, self.end_reason = False, reason, reason
 
 
 @pytest.mark.parametrize("asleep", [True, False])
 def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) -> None:
-    made = session(asleep=asleep, gamma=0)
+    hooks = session(asleep=asleep, gamma=0)
     collector = Signals()
     for collects in (True, False):
-        made.ranks = adopted(chosen(0, asleep=asleep), 0, collects)
-        learns(made, collector=collector)
-        run_step(made)
+        hooks.ranks = adopted(chosen(0, asleep=asleep), 0, collects)
+        learns(hooks, collector=collector)
+        run_step(hooks)
     assert collector.collecting == [True, False]
 
 
 def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = session(asleep=False, gamma=3)
-    made.ranks = adopted(chosen(3), 0, True)
-    learns(made, collector=Signals(failing=True))
-    link = Link(made)
-    _, worked = run_step(made)
+    hooks = session(asleep=False, gamma=3)
+    hooks.ranks = adopted(chosen(3), 0, True)
+    learns(hooks, collector=Signals(failing=True))
+    link = Link(hooks)
+    _, worked = run_step(hooks)
     assert worked
-    assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
+    assert hooks.status()["signals"] == {"state": "RuntimeError: out of memory"}
     assert "training signals are no longer collected" in caplog.text
-    assert link.told == [("CAPABILITY_COLLECT", "RuntimeError: out of memory")]
+    assert link.reported_losses == [("CAPABILITY_COLLECT", "RuntimeError: out of memory")]
 
 
 def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
@@ -432,17 +445,17 @@ def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
         def before_step(self, wanted: int) -> bool:
             raise RuntimeError("out of memory")
 
-        def stop(self, why: str) -> None:
-            assert why == "RuntimeError: out of memory"
+        def stop(self, reason: str) -> None:
+            assert reason == "RuntimeError: out of memory"
 
-    made = session(asleep=False, gamma=3)
-    made.ranks = adopted(chosen(3), version=4)
-    learns(made, deployment=Deployment())
-    link = Link(made)
+    hooks = session(asleep=False, gamma=3)
+    hooks.ranks = adopted(chosen(3), version=4)
+    learns(hooks, deployment=Deployment())
+    link = Link(hooks)
     for _ in range(2):
-        result, _ = run_step(made)
+        result, _ = run_step(hooks)
         assert result.speculation_launch.update_status.version == 3
-    assert link.told == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
+    assert link.reported_losses == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
 
 
 class Second:
@@ -469,19 +482,19 @@ def test_beside_a_second_drafter_the_own_one_learns(
     drafter: int, drafts: bool, by_learner: bool
 ) -> None:
     """From the columns it reads itself; and it is told whose drafts were verified."""
-    made = session(asleep=False, gamma=3)
-    made.dual, collector = Second(drafts=drafts), Signals()
-    made.ranks = adopted(chosen(3, drafter=drafter), 0, True)
-    learns(made, collector=collector)
+    hooks = session(asleep=False, gamma=3)
+    hooks.dual_drafter, collector = Second(drafts=drafts), Signals()
+    hooks.ranks = adopted(chosen(3, drafter=drafter), 0, True)
+    learns(hooks, collector=collector)
 
-    def forward(_: Any, found: Any, **__: Any) -> Any:
+    def forward(_: Any, forward_batch: Any, **__: Any) -> Any:
         output = SimpleNamespace(hidden_states=torch.arange(24.0).view(4, 6))
         result = SimpleNamespace(logits_output=output)
-        made.around_draft(lambda *_: "the own chain", None, found)
-        made.around_draft_extend(lambda *_: None, None, found, result)
+        hooks.around_draft(lambda *_: "the own chain", None, forward_batch)
+        hooks.around_draft_extend(lambda *_: None, None, forward_batch, result)
         return result
 
-    made.around_forward(forward, None, batch())
-    (found,) = collector.found
-    assert found.by_learner is by_learner
-    assert torch.equal(found.features, torch.arange(24.0).view(4, 6)[:, :4])
+    hooks.around_forward(forward, None, batch())
+    (verification,) = collector.verifications
+    assert verification.by_learner is by_learner
+    assert torch.equal(verification.features, torch.arange(24.0).view(4, 6)[:, :4])

@@ -25,36 +25,36 @@ class Adopted:
 
 @pytest.mark.parametrize("mode", ["decode", "idle"])
 def test_with_data_parallel_attention_a_rank_chooses_for_the_largest_batch(mode: str) -> None:
-    made = session(asleep=False)
+    hooks = session(asleep=False)
     ran: list[StepChoice] = []
-    made.ranks, made.attention_dp, made.sleep = Adopted(), True, None
-    made.several = True
-    made.policy = SimpleNamespace(run=ran.append)
+    hooks.ranks, hooks.has_attention_dp, hooks.sleeping_drafter = Adopted(), True, None
+    hooks.has_other_ranks = True
+    hooks.policy = SimpleNamespace(run=ran.append)
     step = batch(mode)
-    attention_dp.keep_sizes(None, step, SimpleNamespace(global_num_tokens=[1, 5, 2]), True)
-    made.around_forward(lambda *_: SimpleNamespace(), None, step)
-    assert made.ranks.asked == [5]
+    attention_dp.store_rank_sizes(None, step, SimpleNamespace(global_num_tokens=[1, 5, 2]), True)
+    hooks.around_forward(lambda *_: SimpleNamespace(), None, step)
+    assert hooks.ranks.asked == [5]
     assert [choice.gamma for choice in ran] == [5]
 
 
 def test_an_idle_rank_chooses_nothing_while_others_prefill() -> None:
-    made = session(asleep=False)
-    made.ranks, made.several, made.attention_dp = Adopted(), True, True
+    hooks = session(asleep=False)
+    hooks.ranks, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
     step = batch("idle")
     step.is_extend_in_batch = True
-    made.around_forward(lambda *_: SimpleNamespace(), None, step)
-    assert made.ranks.asked == []
+    hooks.around_forward(lambda *_: SimpleNamespace(), None, step)
+    assert hooks.ranks.asked == []
 
 
 def test_with_data_parallel_attention_updates_join_what_was_received() -> None:
-    made = session(asleep=False)
-    made.ranks, made.several, made.attention_dp = Adopted(), True, True
+    hooks = session(asleep=False)
+    hooks.ranks, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
     # Their own group's broadcast would not reach the other ranks.
-    assert made.own_requests(["abort"], None) == ["abort"]
-    assert made.after_received(["request"], None) == ["request", "update"]
-    assert made.after_received(["request"], None) == ["request"]
+    assert hooks.add_rank_updates(["abort"], None) == ["abort"]
+    assert hooks.add_control_requests(["request"], None) == ["request", "update"]
+    assert hooks.add_control_requests(["request"], None) == ["request"]
     # A rank that does not receive requests itself has nothing to add.
-    made.own_requests([], None)
-    assert made.after_received(None, None) is None
-    made.attention_dp = False
-    assert made.own_requests(["abort"], None) == ["abort", "update"]
+    hooks.add_rank_updates([], None)
+    assert hooks.add_control_requests(None, None) is None
+    hooks.has_attention_dp = False
+    assert hooks.add_rank_updates(["abort"], None) == ["abort", "update"]

@@ -14,10 +14,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from controller.core.step_report import MAX_LABEL_CHARACTERS
 from engine_shim.common.errors import PluginError
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.request_wishes import (
-    LABELS_MOST,
-    OTHER,
-    UNUSED_REQUESTS,
+from engine_shim.sglang.request_options import (
+    MAX_LABELS,
+    OTHER_LABEL,
+    UNUSED_AFTER_REQUESTS,
     RequestClasses,
     read_key,
 )
@@ -29,9 +29,11 @@ def request(
     prompt: Any = (), params: object = None, adapter: str | None = None, **sampling: Any
 ) -> SimpleNamespace:
     """What is read of SGLang's `Req`."""
-    found = SamplingParams(custom_params=params, **sampling)
-    found.normalize(None)
-    return SimpleNamespace(origin_input_ids=list(prompt), sampling_params=found, lora_id=adapter)
+    sampling_params = SamplingParams(custom_params=params, **sampling)
+    sampling_params.normalize(None)
+    return SimpleNamespace(
+        origin_input_ids=list(prompt), sampling_params=sampling_params, lora_id=adapter
+    )
 
 
 def hashing(tokens: int = 4) -> RequestClasses:
@@ -77,10 +79,10 @@ def test_labels_without_end_are_one_class() -> None:
     classes = RequestClasses(("label",))
     labels = [
         classes.label(request(params={"speculation_class": f"class {i}"}))
-        for i in range(LABELS_MOST + 5)
+        for i in range(MAX_LABELS + 5)
     ]
-    assert len(set(labels)) == LABELS_MOST + 1
-    assert set(labels[LABELS_MOST:]) == {OTHER}
+    assert len(set(labels)) == MAX_LABELS + 1
+    assert set(labels[MAX_LABELS:]) == {OTHER_LABEL}
 
 
 def test_labels_that_are_unused_make_room_and_those_in_use_do_not() -> None:
@@ -89,10 +91,10 @@ def test_labels_that_are_unused_make_room_and_those_in_use_do_not() -> None:
     def label(name: str) -> str:
         return classes.label(request(params={"speculation_class": name}))
 
-    for number in range(LABELS_MOST):
+    for number in range(MAX_LABELS):
         label(f"once {number}")
-    assert label("honest") == OTHER
-    for _ in range(UNUSED_REQUESTS):
+    assert label("honest") == OTHER_LABEL
+    for _ in range(UNUSED_AFTER_REQUESTS):
         label("once 1")
     assert label("honest") == "honest"
     assert label("once 1") == "once 1"
@@ -108,10 +110,10 @@ def test_beginnings_that_are_unused_make_room() -> None:
         classes.label(request((first, 1)))
         return classes.label(request((first, 1)))
 
-    for first in range(LABELS_MOST):
+    for first in range(MAX_LABELS):
         assert second(first)
     assert second(500) == ""
-    for _ in range(UNUSED_REQUESTS):
+    for _ in range(UNUSED_AFTER_REQUESTS):
         classes.label(request((1, 1)))
     assert second(500)
 
@@ -147,12 +149,12 @@ def test_another_key_and_other_tokens_give_another_label() -> None:
         return classes.label(request(prompt))
 
     other = RequestClasses(("prompt",), key=KEY[::-1], prompt_tokens=4)
-    found = [
+    labels = [
         second(hashing(), (7, 8, 9, 10)),
         second(hashing(), (7, 8, 9, 11)),
         second(other, (7, 8, 9, 10)),
     ]
-    assert len(set(found)) == 3
+    assert len(set(labels)) == 3
 
 
 def test_a_short_prompt_has_no_class() -> None:
@@ -166,14 +168,14 @@ def test_unique_beginnings_take_no_place_of_those_that_repeat() -> None:
         assert classes.label(request((first, 1))) == ""
     assert classes.label(request((9999, 1))) == ""
     assert len(classes.label(request((9999, 1)))) == 8
-    assert len(classes._once) <= 1024
+    assert len(classes._seen_once) <= 1024
 
 
 def test_beginnings_without_end_that_repeat_are_bounded() -> None:
     classes = hashing(2)
-    found = {classes.label(request((first, 1))) for first in range(500) for _ in range(2)}
-    assert len(found) <= LABELS_MOST + 1
-    assert len(classes._once) <= 1024
+    labels = {classes.label(request((first, 1))) for first in range(500) for _ in range(2)}
+    assert len(labels) <= MAX_LABELS + 1
+    assert len(classes._seen_once) <= 1024
 
 
 def test_an_error_ends_the_classes_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:

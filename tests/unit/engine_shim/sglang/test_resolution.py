@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import DFLASH, DRAFT, TARGET, forked
+from tests.support.engine import DFLASH, DRAFT, TARGET, fork_engine
 
 pytestmark = [pytest.mark.slow]
 
@@ -119,7 +119,7 @@ def resolve(
 ) -> dict[str, dict[str, Any]]:
     folder.joinpath("asked.json").write_text(json.dumps(list(asked.values())))
     log = folder / "log"
-    probe = forked(PROBE, ["asked.json", "found.json"], folder, variables, log)
+    probe = fork_engine(PROBE, ["asked.json", "found.json"], folder, variables, log)
     assert probe.wait(PATIENCE_SECONDS) == 0, log.read_text()[-4000:]
     results: list[dict[str, Any]] = json.loads(folder.joinpath("found.json").read_text())
     return dict(zip(asked, results, strict=True))
@@ -210,10 +210,12 @@ def test_memory_is_left_for_the_tokens_of_a_lookup(tmp_path: Path) -> None:
         "SPECULATION_SIDECAR": "unix:/x",
     }
     asked = {name: arguments for name, (arguments, _) in LOOKED_UP.items()}
-    without = resolve(tmp_path, asked, **steered)
-    found = resolve(tmp_path, asked, **steered, SPECULATION_LOOKUP="1")
+    plain_results = resolve(tmp_path, asked, **steered)
+    lookup_results = resolve(tmp_path, asked, **steered, SPECULATION_LOOKUP="1")
     for name, (_, rows) in LOOKED_UP.items():
-        less = without[name]["mem_fraction_static"] - found[name]["mem_fraction_static"]
+        less = (
+            plain_results[name]["mem_fraction_static"] - lookup_results[name]["mem_fraction_static"]
+        )
         # All contexts with some tokens behind them, and 64 MiB for a search.
         least = 64 + rows * CONTEXT * 4 / 2**20
         rounding = 0.0011 * device_mib

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine_shim.common.checks import require
+from engine_shim.common.checks import require_no_obstacle
 from engine_shim.common.errors import PluginError, UnsupportedEngineError
 from engine_shim.sglang.api.settings import PluginSettings, load_settings
-from engine_shim.sglang.server_args import SteeredConfiguration, wish_checks
+from engine_shim.sglang.server_args import SteeredConfiguration, requested_flag_checks
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def config(**changes: Any) -> Any:
 
 
 def refuse(asked: Any) -> None:
-    require(wish_checks(asked, load_settings()))
+    require_no_obstacle(requested_flag_checks(asked, load_settings()))
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "eagle3", "DFLASH"])

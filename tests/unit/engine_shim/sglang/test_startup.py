@@ -8,7 +8,7 @@ import pytest
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import ranks
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.startup import AGREED_SETTINGS, facts_to_agree_on
+from engine_shim.sglang.startup import AGREED_SETTINGS, agreement_facts
 
 # Another value of every setting that all ranks must have alike.
 OTHERS: dict[str, Any] = {
@@ -46,8 +46,8 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *facts: dict[str, Any]) -> None:
     parallel = SimpleNamespace(tp_size=len(facts), tp_rank=0, tp_group=group)
     monkeypatch.setattr(ranks, "get_parallel", lambda: parallel)
 
-    def gather(found: list[Any], _: Any, *, group: Any) -> None:
-        found[:] = facts
+    def gather(gathered_facts: list[Any], _: Any, *, group: Any) -> None:
+        gathered_facts[:] = facts
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
 
@@ -63,8 +63,8 @@ def test_every_setting_is_compared_or_need_not_be() -> None:
 def test_ranks_that_differ_in_a_setting_do_not_start(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    mine = facts_to_agree_on(PluginSettings(), "1.0")
-    theirs = facts_to_agree_on(PluginSettings(**{name: OTHERS[name]}), "1.0")
+    mine = agreement_facts(PluginSettings(), "1.0")
+    theirs = agreement_facts(PluginSettings(**{name: OTHERS[name]}), "1.0")
     gathered(monkeypatch, mine, mine, theirs)
     with pytest.raises(
         UnsupportedEngineError, match=rf"the ranks disagree: SPECULATION_{name.upper()} is .*rank 2"
@@ -75,13 +75,13 @@ def test_ranks_that_differ_in_a_setting_do_not_start(
 def test_ranks_with_other_versions_of_the_plugin_do_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine, theirs = (facts_to_agree_on(PluginSettings(), version) for version in ("1.0", "1.1"))
+    mine, theirs = (agreement_facts(PluginSettings(), version) for version in ("1.0", "1.1"))
     gathered(monkeypatch, mine, theirs)
     with pytest.raises(UnsupportedEngineError, match=r"the installed plugin is 1\.0 on rank 0"):
         ranks.require_agreement(mine)
 
 
 def test_ranks_that_agree_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = facts_to_agree_on(PluginSettings(), "1.0")
+    mine = agreement_facts(PluginSettings(), "1.0")
     gathered(monkeypatch, mine, dict(mine))
     ranks.require_agreement(mine)

@@ -16,15 +16,15 @@ from engine_shim.sglang import step_reports
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.step_reports import (
-    Launch,
-    StepTap,
-    ended_rows,
-    kept_tokens,
+    LaunchedStep,
+    StepReporter,
+    delivered_token_counts,
+    discarded_rows,
     kv_tokens_at_launch,
     kv_tokens_before,
 )
 from speculation.v1.engine_pb2 import StepReport
-from tests.support.step_reports import class_counts, filled, group, proposals
+from tests.support.step_reports import class_counts, fill_report, group, proposals
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RecordingLink:
     steering: Any = field(default_factory=lambda: SimpleNamespace(names=("eagle3",)))
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
-        self.reports.append(filled(fill))
+        self.reports.append(fill_report(fill))
         return True
 
 
@@ -53,31 +53,31 @@ def result(gamma: int, accept_lens: list[int], *, graph: bool = False) -> Any:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
-    made = VirtualClock()
-    monkeypatch.setattr(step_reports, "perf_counter", made.now)
-    return made
+    virtual_clock = VirtualClock()
+    monkeypatch.setattr(step_reports, "perf_counter", virtual_clock.now)
+    return virtual_clock
 
 
-def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepTap, RecordingLink]:
+def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepReporter, RecordingLink]:
     link = RecordingLink()
     eager = EagerPasses(Passes.VERIFICATION | Passes.DRAFT if graph_batch_sizes else NO_PASSES)
-    return StepTap(link, graph_batch_sizes, eager), link  # type: ignore[arg-type]
+    return StepReporter(link, graph_batch_sizes, eager), link  # type: ignore[arg-type]
 
 
 def _now() -> float:
     """By the clock that launches are given."""
-    return Launch(choice(0), None, None).started
+    return LaunchedStep(choice(0), None, None).start_time
 
 
-def settle_launch(steps: StepTap, launch: Launch, found: Any) -> None:
+def settle_launch(steps: StepReporter, launch: LaunchedStep, forward_result: Any) -> None:
     """Reads a result now, of which the answers take everything."""
     launch.read_at = _now()
-    kept = [accepted + 1 for accepted in found.num_correct_drafts_per_req_cpu]
-    steps.settle(launch, found, kept)
+    kept = [accepted + 1 for accepted in forward_result.num_correct_drafts_per_req_cpu]
+    steps.report_step(launch, forward_result, kept)
 
 
 def settle(
-    steps: StepTap,
+    steps: StepReporter,
     iteration: int | None,
     gamma: int,
     accept_lens: list[int],
@@ -86,7 +86,7 @@ def settle(
     asleep: bool = False,
     source: Source = Source.PLAN,
 ) -> None:
-    launch = Launch(choice(gamma, source=source), iteration, 10)
+    launch = LaunchedStep(choice(gamma, source=source), iteration, 10)
     launch.asleep = asleep
     settle_launch(steps, launch, result(gamma, accept_lens, graph=graph))
 
@@ -107,7 +107,7 @@ def test_the_histogram_counts_every_row_once_without_the_bonus_token(
 
 def test_the_gamma_that_ran_is_reported_not_the_one_that_was_chosen() -> None:
     steps, link = tap()
-    settle_launch(steps, Launch(choice(5), 1, 10), result(3, [4, 1]))
+    settle_launch(steps, LaunchedStep(choice(5), 1, 10), result(3, [4, 1]))
     assert link.reports[0].gamma == 3
     assert link.reports[0].accepted_counts == [1, 0, 0, 1]
 
@@ -128,7 +128,7 @@ def test_a_forward_in_between_is_a_gap_timed_from_the_launch(
     steps, link = tap()
     settle(steps, 1, 3, [1])
     clock.advance(0.05)
-    launch = Launch(choice(3), iteration, 10)
+    launch = LaunchedStep(choice(3), iteration, 10)
     clock.advance(0.01)
     settle_launch(steps, launch, result(3, [1]))
     assert link.reports[1].flags.after_gap
@@ -181,15 +181,15 @@ def test_a_step_outside_the_graphs_is_flagged_only_when_there_are_graphs() -> No
     settle(with_graphs, 1, 3, [1], graph=True)
     settle(with_graphs, 2, 3, [1], graph=False)
     assert [r.flags.eager_fallback for r in link.reports] == [False, True]
-    without, link = tap()
-    settle(without, 1, 3, [1], graph=False)
+    eager_steps, link = tap()
+    settle(eager_steps, 1, 3, [1], graph=False)
     assert not link.reports[0].flags.eager_fallback
 
 
 @pytest.mark.parametrize(("eager", "flagged"), [(Passes.DRAFT, True), (Passes.DRAFT_EXTEND, False)])
 def test_a_drafters_pass_outside_its_graphs_is_flagged(eager: Passes, *, flagged: bool) -> None:
     steps, link = tap((1, 2))
-    launch = Launch(choice(3), 1, 10)
+    launch = LaunchedStep(choice(3), 1, 10)
     launch.eager = eager
     settle_launch(steps, launch, result(3, [1], graph=True))
     assert link.reports[0].flags.eager_fallback == flagged
@@ -197,8 +197,8 @@ def test_a_drafters_pass_outside_its_graphs_is_flagged(eager: Passes, *, flagged
 
 def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> None:
     steps, link = tap()
-    first = Launch(choice(3, epoch=4, probe_id=9), 1, 100)
-    second = Launch(choice(1, epoch=5), 2, 101)
+    first = LaunchedStep(choice(3, epoch=4, probe_id=9), 1, 100)
+    second = LaunchedStep(choice(1, epoch=5), 2, 101)
     settle_launch(steps, first, result(3, [2]))
     settle_launch(steps, second, result(1, [2]))
     seen = [(r.step, r.gamma, r.plan_epoch, r.probe_id, r.kv_tokens) for r in link.reports]
@@ -215,14 +215,16 @@ def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
 ) -> None:
     steps, link = tap(sizes)
     settle(steps, 1, 3, [1, 1])
-    settle_launch(steps, Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
+    settle_launch(steps, LaunchedStep(choice(3), 2, 10, largest), result(3, [1, 1]))
     assert link.reports[-1].flags.after_gap is flagged
 
 
 def test_context_lengths_before_a_step_follow_from_what_it_gave() -> None:
     running, ended, left = (
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n), finished_reason=why, is_retracted=r)
-        for n, why, r in ((11, None, False), (6, "stop", False), (5, None, True))
+        SimpleNamespace(
+            kv=SimpleNamespace(kv_committed_len=n), finished_reason=finish_reason, is_retracted=r
+        )
+        for n, finish_reason, r in ((11, None, False), (6, "stop", False), (5, None, True))
     )
     assert kv_tokens_before([running], [[1, 2, 3, 4]]) == 7
     # With the overlap schedule, such requests may be in a step that gives them nothing.
@@ -246,20 +248,20 @@ def row(output: int, ends_at: int | None = None, *, ended: bool = False) -> Any:
 
 def test_answers_take_what_lies_before_their_ends_only() -> None:
     requests = [row(10), row(10, 8), row(10, 10), row(9, 9, ended=True), row(12, ended=True)]
-    assert ended_rows(requests) == [1, 2, 3, 4]
-    launch = Launch(choice(3), 1, 10)
+    assert discarded_rows(requests) == [1, 2, 3, 4]
+    launch = LaunchedStep(choice(3), 1, 10)
     launch.tokens = [[1] * 4, [1] * 4, [1] * 4, [1] * 4, [1] * 2]
     # The fourth had ended before; a grammar has cut the last, and ended it.
-    launch.ended = [3]
-    assert kept_tokens(launch, requests) == [4, 2, 4, 0, 2]
+    launch.discarded_rows = [3]
+    assert delivered_token_counts(launch, requests) == [4, 2, 4, 0, 2]
 
 
 def test_rows_that_were_cut_show_what_their_answers_took_and_no_rejection() -> None:
     steps, link = tap()
-    launch = Launch(choice(5), 1, 10)
+    launch = LaunchedStep(choice(5), 1, 10)
     launch.labels = ["a", "a", "b", "b"]
     # Accepted 1, 4, 5 and 2 of 5; the second's answer took 2 tokens, the third's 5.
-    steps.settle(launch, result(5, [2, 5, 6, 3]), [2, 2, 5, 3])
+    steps.report_step(launch, result(5, [2, 5, 6, 3]), [2, 2, 5, 3])
     (report,) = link.reports
     assert report.accepted_counts == [0, 1, 1, 0, 1, 1]
     assert not report.groups
@@ -274,9 +276,9 @@ def test_rows_that_were_cut_show_what_their_answers_took_and_no_rejection() -> N
 
 def test_rows_whose_requests_had_ended_are_a_group_that_shows_nothing() -> None:
     steps, link = tap()
-    launch = Launch(choice(3), 1, 10)
-    launch.ended, launch.undrafted, launch.labels = [1, 2], [2, 3], ["a", "a", "", ""]
-    steps.settle(launch, result(3, [3, 4, 1, 1]), [3, 0, 0, 1])
+    launch = LaunchedStep(choice(3), 1, 10)
+    launch.discarded_rows, launch.undrafted_rows, launch.labels = [1, 2], [2, 3], ["a", "a", "", ""]
+    steps.report_step(launch, result(3, [3, 4, 1, 1]), [3, 0, 0, 1])
     (report,) = link.reports
     assert report.accepted_counts == [3, 0, 1, 0]
     assert list(report.groups) == [
@@ -298,7 +300,7 @@ def test_a_step_without_drafts_is_never_cut() -> None:
 @pytest.mark.parametrize("learnt_from", [None, 0, 2])
 def test_weights_learnt_online_are_said_to_be_learnt(learnt_from: int | None) -> None:
     steps, link = tap()
-    launch = Launch(choice(3), 1, 10)
+    launch = LaunchedStep(choice(3), 1, 10)
     launch.update_status = UpdateStatus(True, True, 0.25, 3, learnt_from)
     settle_launch(steps, launch, result(3, [1]))
     (report,) = link.reports
@@ -312,7 +314,7 @@ def test_weights_learnt_online_are_said_to_be_learnt(learnt_from: int | None) ->
 def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None) -> None:
     link = RecordingLink()
     waiting: Any = None if tokens is None else SimpleNamespace(count=lambda: tokens)
-    settle(StepTap(link, waiting=waiting), 1, 3, [1])  # type: ignore[arg-type]
+    settle(StepReporter(link, waiting_prompts=waiting), 1, 3, [1])  # type: ignore[arg-type]
     (report,) = link.reports
     assert report.HasField("waiting_prompt_tokens") == (tokens is not None)
     assert report.waiting_prompt_tokens == (tokens or 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine_shim.link.plan_follower import Source, StepChoice
 from speculation.v1.engine_pb2 import StepReport
-from tests.support.step_reports import filled
+from tests.support.step_reports import fill_report
 
 
 def choice(gamma: int, epoch: int = 1, probe: int = 0, source: Source = Source.PLAN) -> StepChoice:
@@ -33,7 +33,7 @@ class Link:
         self.polls += 1
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
-        self.reports.append(filled(fill))
+        self.reports.append(fill_report(fill))
         return True
 
     def lose(self, _: Any) -> None: ...

@@ -8,17 +8,17 @@ import pytest
 from engine_shim.common.errors import HookError, PluginError, UnsupportedEngineError
 from engine_shim.vllm.configuration import (
     SteeredConfiguration,
-    impossible_gammas,
+    make_schedule,
     require_schedule,
-    schedule_of,
+    unsupported_gammas_reason,
 )
 from engine_shim.vllm.settings import VllmSettings
-from engine_shim.vllm.steered_scheduler import start
+from engine_shim.vllm.steered_scheduler import start_hooks
 
 
 def config(**changes: Any) -> SimpleNamespace:
     """A VllmConfig; changes: by "part.field"."""
-    made = SimpleNamespace(
+    vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(),
         speculative_config=SimpleNamespace(
             method="eagle3", num_speculative_tokens=7, enable_adaptive_verification=False,
@@ -29,13 +29,13 @@ def config(**changes: Any) -> SimpleNamespace:
     )  # fmt: skip
     for name, value in changes.items():
         part, _, field = name.partition("__")
-        setattr(getattr(made, part) if field else made, field or part, value)
-    return made
+        setattr(getattr(vllm_config, part) if field else vllm_config, field or part, value)
+    return vllm_config
 
 
-def prepare(made: Any) -> Any:
-    SteeredConfiguration(VllmSettings.load()).prepare(made)
-    return made.speculative_config.num_speculative_tokens_per_batch_size
+def prepare(vllm_config: Any) -> Any:
+    SteeredConfiguration(VllmSettings.load()).prepare(vllm_config)
+    return vllm_config.speculative_config.num_speculative_tokens_per_batch_size
 
 
 def lookup(schedule: Any, largest: int) -> list[int]:
@@ -50,7 +50,7 @@ def lookup(schedule: Any, largest: int) -> list[int]:
 @pytest.mark.parametrize("largest", [6, 7, 256])
 def test_every_draft_length_is_named_by_the_schedule_and_at_a_large_batch(largest):
     gammas = (0, 1, 2, 3, 5, 7)
-    dense = lookup(schedule_of(gammas, largest), largest)
+    dense = lookup(make_schedule(gammas, largest), largest)
     assert set(dense) == set(gammas)
     widest = {gamma: size for size, gamma in enumerate(dense, start=1)}
     assert min(widest.values()) == largest - len(gammas) + 1
@@ -58,27 +58,29 @@ def test_every_draft_length_is_named_by_the_schedule_and_at_a_large_batch(larges
 
 
 def test_a_configuration_gets_the_schedule_and_a_copy_of_it_has_it_already():
-    made = config()
-    schedule = prepare(made)
+    vllm_config = config()
+    schedule = prepare(vllm_config)
     assert lookup(schedule, 16)[-6:] == [7, 5, 3, 2, 1, 0]
-    assert prepare(made) == schedule
-    made.speculative_config.num_speculative_tokens_per_batch_size = [list(e) for e in schedule]
-    prepare(made)
+    assert prepare(vllm_config) == schedule
+    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = [
+        list(e) for e in schedule
+    ]
+    prepare(vllm_config)
 
 
 def test_the_default_lengths_end_at_what_the_engine_can_draft(monkeypatch):
-    assert VllmSettings.load().gammas_within(3) == (0, 1, 2, 3)
-    assert VllmSettings.load().gammas_within(4) == (0, 1, 2, 3, 4)
-    assert VllmSettings.load().gammas_within(9) == (0, 1, 2, 3, 5, 7, 9)
+    assert VllmSettings.load().prepared_gammas(3) == (0, 1, 2, 3)
+    assert VllmSettings.load().prepared_gammas(4) == (0, 1, 2, 3, 4)
+    assert VllmSettings.load().prepared_gammas(9) == (0, 1, 2, 3, 5, 7, 9)
     monkeypatch.setenv("SPECULATION_GAMMAS", "0,3")
-    assert VllmSettings.load().gammas_within(9) == (0, 3)
+    assert VllmSettings.load().prepared_gammas(9) == (0, 3)
 
 
 def test_what_vllm_makes_for_itself_is_left_alone():
-    made = config(model_config=None, speculative_config=None)
-    SteeredConfiguration(VllmSettings.load()).prepare(made)
-    made = config(model_config=SimpleNamespace(runner_type="draft"), speculative_config=None)
-    SteeredConfiguration(VllmSettings.load())._around_post_init(lambda _: None)(made)
+    vllm_config = config(model_config=None, speculative_config=None)
+    SteeredConfiguration(VllmSettings.load()).prepare(vllm_config)
+    vllm_config = config(model_config=SimpleNamespace(runner_type="draft"), speculative_config=None)
+    SteeredConfiguration(VllmSettings.load())._around_post_init(lambda _: None)(vllm_config)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,8 @@ def test_an_engine_that_cannot_be_steered_is_refused_with_the_reason(changes, re
     ],
 )
 def test_lengths_that_the_engine_cannot_prepare_are_refused(gammas, most, reason):
-    found = impossible_gammas(gammas, most, 16)
-    assert (found is None) if reason is None else (reason in (found or ""))
+    refusal = unsupported_gammas_reason(gammas, most, 16)
+    assert (refusal is None) if reason is None else (reason in (refusal or ""))
 
 
 def test_a_schedule_that_vllm_has_removed_is_noticed():
@@ -121,14 +123,14 @@ def test_a_schedule_that_vllm_has_removed_is_noticed():
         require_schedule(config())
 
 
-@pytest.mark.parametrize("found", [None, [0, 7, 7, 3], [0]])
-def test_a_scheduler_without_the_prepared_lengths_does_not_start(found):
-    scheduler = SimpleNamespace(vllm_config=config(), dynamic_sd_lookup=found)
+@pytest.mark.parametrize("lookup_table", [None, [0, 7, 7, 3], [0]])
+def test_a_scheduler_without_the_prepared_lengths_does_not_start(lookup_table):
+    scheduler = SimpleNamespace(vllm_config=config(), dynamic_sd_lookup=lookup_table)
     with pytest.raises(HookError, match="were not prepared"):
-        start(scheduler, VllmSettings.load())
+        start_hooks(scheduler, VllmSettings.load())
 
 
 def test_a_bad_setting_is_an_error_of_the_plugin(monkeypatch):
     monkeypatch.setenv("SPECULATION_LOOKUP", "1")  # of SGLang's plugin
     with pytest.raises(PluginError, match="unknown setting SPECULATION_LOOKUP"):
-        VllmSettings.load_or_refuse()
+        VllmSettings.load_or_raise()

@@ -13,8 +13,13 @@ import pytest
 
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.configuration import METHODS
-from engine_shim.vllm.draft_lengths import DRAFT_LENGTHS, MTP_MODULES, AtZero, Drafting
-from lab.vllm_engine.environment import VENV, is_made
+from engine_shim.vllm.draft_lengths import (
+    DRAFT_LENGTH_EFFECTS,
+    MULTI_MODULE_MTP,
+    DraftedTokens,
+    ZeroLengthDrafting,
+)
+from lab.vllm_engine.environment import VENV, has_environment
 from scripts.vllm_signatures import CODE, surface
 from tests.support.installed_wheel import Wheel
 from tests.unit.engine_shim.vllm import contracts
@@ -29,7 +34,7 @@ CODES = {
 }
 # Where the methods draft that have no entry of their own in the table of facts.
 SAME_DRAFTER = {
-    ("1", "eagle3"): "eagle", ("1", "mtp"): "eagle", ("1", MTP_MODULES): "eagle",
+    ("1", "eagle3"): "eagle", ("1", "mtp"): "eagle", ("1", MULTI_MODULE_MTP): "eagle",
     ("1", "draft_model"): "eagle", ("1", "dflash"): "eagle",
     ("2", "eagle3"): "eagle", ("2", "mtp"): "eagle",
 }  # fmt: skip
@@ -41,7 +46,7 @@ def without_defaults(parameters: str) -> str:
 
 def test_every_version_is_in_the_table():
     versions = [version for row in TABLE for version in row["versions"]]
-    assert sorted(versions) == sorted({*vllm_api.TESTED, *vllm_api.READ})
+    assert sorted(versions) == sorted({*vllm_api.TESTED, *vllm_api.COMPATIBLE})
     codes: dict[str, list[str]] = {}
     for row in TABLE:
         codes.setdefault(json.dumps(row["code"]), []).extend(row["versions"])
@@ -51,11 +56,11 @@ def test_every_version_is_in_the_table():
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
 def test_a_function_takes_what_the_plugin_gives_it(row):
     for target, expected in vllm_api.SIGNATURES.items():
-        found = without_defaults(row["parameters"][target] or "")
+        parameters = without_defaults(row["parameters"][target] or "")
         if target.startswith(vllm_api.PROPOSER):
-            assert found.startswith(expected), target
+            assert parameters.startswith(expected), target
         else:
-            assert found == expected, target
+            assert parameters == expected, target
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
@@ -75,26 +80,28 @@ def test_what_a_draft_length_changes_is_what_the_source_says(row, runner):
     """A method follows if its runner hands the length on and its drafter reads it."""
     facts = row["draft_length"][runner]
     for version in row["versions"]:
-        table = DRAFT_LENGTHS[version][int(runner)]
-        for method in (*METHODS, MTP_MODULES):
+        table = DRAFT_LENGTH_EFFECTS[version][int(runner)]
+        for method in (*METHODS, MULTI_MODULE_MTP):
             drafter = facts["drafters"][SAME_DRAFTER.get((runner, method), method)]
             if drafter is None:
                 # 0.26 has one drafter for both kinds of predictor.
-                assert method not in table or (version, method) == ("0.26.0", MTP_MODULES)
+                assert method not in table or (version, method) == ("0.26.0", MULTI_MODULE_MTP)
                 continue
             reads = facts["is_told"] and drafter["reads"]
-            found = table[method]
-            if found.drafting is Drafting.BLOCK:
-                assert (found.at_zero is not AtZero.WHOLE) is reads
+            draft_length = table[method]
+            if draft_length.drafting is DraftedTokens.BLOCK:
+                assert (draft_length.at_zero is not ZeroLengthDrafting.WHOLE) is reads
             else:
-                assert (found.drafting is Drafting.SHORTER) is reads
-                assert found.is_followed is reads
+                assert (draft_length.drafting is DraftedTokens.SHORTER) is reads
+                assert draft_length.is_followed is reads
 
 
-@pytest.mark.skipif(not is_made(), reason="VLLM IS NOT INSTALLED HERE: make setup-vllm installs it")
+@pytest.mark.skipif(
+    not has_environment(), reason="VLLM IS NOT INSTALLED HERE: make setup-vllm installs it"
+)
 def test_the_installed_version_is_as_its_wheel():
     (packages,) = (VENV / "lib").glob("python3*/site-packages")
-    found = surface(Wheel("installed", packages))
+    installed_surface = surface(Wheel("installed", packages))
     (row,) = (row for row in TABLE if vllm_api.TESTED[0] in row["versions"])
-    assert found == {key: value for key, value in row.items() if key != "versions"}
-    assert found["code"].keys() == set(CODE)
+    assert installed_surface == {key: value for key, value in row.items() if key != "versions"}
+    assert installed_surface["code"].keys() == set(CODE)

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from engine_shim.vllm.draft_lengths import unread_layers
+from engine_shim.vllm.draft_lengths import unread_layers_warning
 from lab.vllm_engine.convert import convert_eagle3
 from tests.support.engine import DRAFT
 
@@ -20,6 +20,6 @@ def test_both_model_runners_find_the_layers(tmp_path):
         use_v2_model_runner=True,
         speculative_config=SimpleNamespace(method="eagle3", draft_model_config=drafter),
     )
-    assert unread_layers(config) == ""
+    assert unread_layers_warning(config) == ""
     del drafter.hf_config.eagle_aux_hidden_state_layer_ids
-    assert LAYERS in unread_layers(config)
+    assert LAYERS in unread_layers_warning(config)

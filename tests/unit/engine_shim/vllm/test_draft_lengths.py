@@ -10,12 +10,12 @@ import pytest
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.configuration import METHODS
 from engine_shim.vllm.draft_lengths import (
-    DRAFT_LENGTHS,
-    MTP_MODULES,
-    DraftLength,
-    disregarded,
-    method_of,
-    unread_layers,
+    DRAFT_LENGTH_EFFECTS,
+    MULTI_MODULE_MTP,
+    DraftLengthEffect,
+    ignored_length_warning,
+    table_method,
+    unread_layers_warning,
 )
 
 
@@ -41,42 +41,42 @@ ROW = re.compile(
 
 def documented() -> dict[tuple[str, int, str], tuple[str, str]]:
     """What docs/engines.md says of each version, runner and method."""
-    versions = list(DRAFT_LENGTHS)
-    found: dict[tuple[str, int, str], tuple[str, str]] = {}
+    versions = list(DRAFT_LENGTH_EFFECTS)
+    rows: dict[tuple[str, int, str], tuple[str, str]] = {}
     for row in ROW.finditer(PAGE.read_text(encoding="utf-8")):
         first, *rest = (f"{word}.0" for word in row["versions"].split(" to "))
         last = rest[0] if rest else first
         for version in versions[versions.index(first) : versions.index(last) + 1]:
             for method in re.findall(r"`([^`]+)`", row["methods"]):
                 key = version, 1 if row["runner"] == "first" else 2, method
-                assert key not in found
-                found[key] = row["drafting"], row["at_zero"]
-    return found
+                assert key not in rows
+                rows[key] = row["drafting"], row["at_zero"]
+    return rows
 
 
 def test_the_documented_table_is_this_one():
-    def said(found: DraftLength) -> tuple[str, str]:
-        return str(found.drafting), str(found.at_zero)
+    def describe_row(draft_length: DraftLengthEffect) -> tuple[str, str]:
+        return str(draft_length.drafting), str(draft_length.at_zero)
 
     assert documented() == {
-        (version, runner, method): said(found)
-        for version, runners in DRAFT_LENGTHS.items()
+        (version, runner, method): describe_row(draft_length)
+        for version, runners in DRAFT_LENGTH_EFFECTS.items()
         for runner, methods in runners.items()
-        for method, found in methods.items()
+        for method, draft_length in methods.items()
     }
 
 
 def test_every_version_and_method_is_in_the_table():
-    assert sorted(DRAFT_LENGTHS) == sorted({*vllm_api.TESTED, *vllm_api.READ})
-    for runners in DRAFT_LENGTHS.values():
-        assert runners[1].keys() == {*METHODS, MTP_MODULES}
+    assert sorted(DRAFT_LENGTH_EFFECTS) == sorted({*vllm_api.TESTED, *vllm_api.COMPATIBLE})
+    for runners in DRAFT_LENGTH_EFFECTS.values():
+        assert runners[1].keys() == {*METHODS, MULTI_MODULE_MTP}
         assert runners[2].keys() <= runners[1].keys()
 
 
-@pytest.mark.parametrize("version", DRAFT_LENGTHS)
+@pytest.mark.parametrize("version", DRAFT_LENGTH_EFFECTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_runner_follows_in_every_version(version, method):
-    assert disregarded(version, config(method, 1, modules=3)) == ""
+    assert ignored_length_warning(version, config(method, 1, modules=3)) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_first_runner_follows_in_every_version(version, method):
         ("0.31.0", "mtp", 1, ("in every step", "or use vLLM 0.32.0")),
         ("0.31.0", "dflash", 1, ("a whole block with dflash", "or use vLLM 0.33.0")),
         ("0.32.0", "dflash", 1, ("a whole block with dflash", "or use vLLM 0.33.0")),
-        ("0.32.0", "mtp", 3, (MTP_MODULES, "VLLM_USE_V2_MODEL_RUNNER=0")),
+        ("0.32.0", "mtp", 3, (MULTI_MODULE_MTP, "VLLM_USE_V2_MODEL_RUNNER=0")),
         ("0.33.0", "draft_model", 1, ("draft_model in every step", "VLLM_USE_V2_MODEL_RUNNER=0")),
         ("0.33.0", "ngram", 1, ("ngram in every step",)),
         ("0.31.1", "eagle3", 1, ("vLLM 0.31.1 does", "it is not known")),
@@ -94,26 +94,26 @@ def test_the_first_runner_follows_in_every_version(version, method):
     ],
 )
 def test_where_drafting_does_not_follow_it_is_said_and_what_to_do(version, method, modules, says):
-    found = disregarded(version, config(method, 2, modules=modules))
+    advice = ignored_length_warning(version, config(method, 2, modules=modules))
     for words in says:
-        assert words in found
+        assert words in advice
 
 
 def test_no_newer_version_is_recommended_where_none_follows():
-    assert "or take" not in disregarded("0.32.0", config("draft_model", 2))
+    assert "or take" not in ignored_length_warning("0.32.0", config("draft_model", 2))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_the_second_runner_follows_with_one_drafter_since_0_32(version, method):
-    assert disregarded(version, config(method, 2)) == ""
+    assert ignored_length_warning(version, config(method, 2)) == ""
 
 
 def test_a_version_that_does_not_tell_modules_apart_has_one_name_for_both():
-    made = config("mtp", 2, modules=3)
-    assert method_of(made.speculative_config) == MTP_MODULES
-    del made.speculative_config.use_multi_module_mtp
-    assert method_of(made.speculative_config) == "mtp"
+    vllm_config = config("mtp", 2, modules=3)
+    assert table_method(vllm_config.speculative_config) == MULTI_MODULE_MTP
+    del vllm_config.speculative_config.use_multi_module_mtp
+    assert table_method(vllm_config.speculative_config) == "mtp"
 
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -132,6 +132,6 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
     ],
 )
 def test_layers_that_the_second_runner_does_not_read_are_named(runner, drafter, is_said):
-    found = unread_layers(config("eagle3", runner, **drafter))
-    assert ("[1, 17, 32]" in found) is is_said
-    assert bool(found) is is_said
+    unread_text = unread_layers_warning(config("eagle3", runner, **drafter))
+    assert ("[1, 17, 32]" in unread_text) is is_said
+    assert bool(unread_text) is is_said

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_shim.vllm import draft_lengths, vllm_api
-from engine_shim.vllm.draft_lengths import no_search_for_nothing, whole_block
+from engine_shim.vllm.draft_lengths import draft_whole_block, skip_lookup_at_zero
 
 
 class Drafter:
@@ -31,8 +31,8 @@ class Drafter:
 @pytest.mark.parametrize(("gamma", "drafted"), [(0, 0), (1, 7), (5, 7), (7, 7)])
 def test_a_block_has_its_full_length_whatever_is_wanted_of_it(gamma, drafted):
     drafter = Drafter(7, with_probabilities=True)
-    found = whole_block(Drafter.propose)(drafter, num_speculative_tokens=gamma, rows=2)
-    assert found.tolist() == [list(range(gamma))] * 2
+    block = draft_whole_block(Drafter.propose)(drafter, num_speculative_tokens=gamma, rows=2)
+    assert block.tolist() == [list(range(gamma))] * 2
     assert drafter.asked == [drafted]
     assert drafter._last_draft_probs is not None
     assert drafter._last_draft_probs.shape == (2, gamma, 4)
@@ -40,7 +40,7 @@ def test_a_block_has_its_full_length_whatever_is_wanted_of_it(gamma, drafted):
 
 def test_a_drafter_without_probabilities_has_none_afterwards():
     drafter = Drafter(7)
-    whole_block(Drafter.propose)(drafter, 3, rows=1)
+    draft_whole_block(Drafter.propose)(drafter, 3, rows=1)
     assert drafter._last_draft_probs is None
 
 
@@ -51,7 +51,7 @@ def test_a_lookup_that_is_asked_for_nothing_searches_nothing():
         searched.append(number)
         return [[1] * number for _ in sampled]
 
-    wrapped = no_search_for_nothing(propose)
+    wrapped = skip_lookup_at_zero(propose)
     assert wrapped(None, 0, [[1], [2]], "more") == [[], []]
     assert searched == []
     assert wrapped(None, 2, [[1]], "more") == [[1, 1]]
@@ -87,6 +87,6 @@ def test_a_module_is_hooked_once_and_not_imported_for_it(module, early):
     if early:
         importlib.import_module(module)
     for _ in range(2):
-        draft_lengths._on_import(f"{module}.Owner", "any", doubled)
+        draft_lengths._wrap_after_import(f"{module}.Owner", "any", doubled)
     assert (module in sys.modules) is early
     assert importlib.import_module(module).Owner().propose(3) == 6

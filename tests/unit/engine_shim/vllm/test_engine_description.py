@@ -8,7 +8,7 @@ import pytest
 
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.configuration import METHODS
-from engine_shim.vllm.engine_description import KINDS, introduce, server_word
+from engine_shim.vllm.engine_description import DRAFTER_KINDS, describe_engine, server_id
 from engine_shim.vllm.settings import VllmSettings
 from speculation.v1 import engine_pb2
 
@@ -29,24 +29,24 @@ def config(method: str = "eagle3", *, is_async: bool = True) -> Any:
     )
 
 
-def spec(made: Any) -> engine_pb2.EngineSpec:
-    return introduce(made, VllmSettings.load(), (0, 1, 3))
+def spec(vllm_config: Any) -> engine_pb2.EngineSpec:
+    return describe_engine(vllm_config, VllmSettings.load(), (0, 1, 3))
 
 
 def test_it_drafts_a_step_before_it_verifies_and_is_warm_without_drafts(monkeypatch):
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
     monkeypatch.setenv("SPECULATION_ENGINE_ID", "pod-3")
-    found = spec(config())
-    assert (found.engine_id, found.max_batch_size) == ("pod-3", 64)
-    capabilities = found.capabilities
+    engine_spec = spec(config())
+    assert (engine_spec.engine_id, engine_spec.max_batch_size) == ("pod-3", 64)
+    capabilities = engine_spec.capabilities
     assert (capabilities.draft_lag, capabilities.overlap_steps) == (1, 1)
     assert capabilities.drafters_follow
     assert not capabilities.can_sleep
     assert not capabilities.can_update_online
     assert not capabilities.can_switch_drafter
-    (drafter,) = found.drafters
+    (drafter,) = engine_spec.drafters
     assert (drafter.name, drafter.model, list(drafter.gammas)) == ("eagle3", "org/draft", [0, 1, 3])
-    mark = found.fingerprint
+    mark = engine_spec.fingerprint
     assert (mark.engine, mark.engine_version) == ("vllm", "0.32.0")
     assert (mark.target_model, mark.target_revision) == ("org/target", "abc")
     assert (mark.dtype, mark.tensor_parallel_size) == ("bfloat16", 2)
@@ -55,19 +55,19 @@ def test_it_drafts_a_step_before_it_verifies_and_is_warm_without_drafts(monkeypa
 
 
 def test_without_async_scheduling_results_come_at_once_and_costs_are_others():
-    found = spec(config(is_async=False))
-    assert found.capabilities.overlap_steps == 0
-    assert found.fingerprint != spec(config()).fingerprint
+    engine_spec = spec(config(is_async=False))
+    assert engine_spec.capabilities.overlap_steps == 0
+    assert engine_spec.fingerprint != spec(config()).fingerprint
 
 
 def test_the_other_model_runner_has_other_costs():
-    made = config()
-    made.use_v2_model_runner = True
-    assert spec(made).fingerprint.attention_backend == "auto,piecewise,async,runner2"
+    vllm_config = config()
+    vllm_config.use_v2_model_runner = True
+    assert spec(vllm_config).fingerprint.attention_backend == "auto,piecewise,async,runner2"
 
 
 def test_every_method_has_a_kind_and_a_lookup_has_no_model():
-    assert KINDS.keys() == set(METHODS)
+    assert DRAFTER_KINDS.keys() == set(METHODS)
     (drafter,) = spec(config("ngram")).drafters
     assert (drafter.kind, drafter.model) == (engine_pb2.DRAFTER_KIND_NGRAM, "")
 
@@ -90,16 +90,16 @@ def test_every_method_has_a_kind_and_a_lookup_has_no_model():
     ],
 )
 def test_the_engine_is_named_by_its_port_or_else_by_its_process(arguments, word):
-    assert server_word(arguments) == (word or f"vllm-{os.getpid()}")
+    assert server_id(arguments) == (word or f"vllm-{os.getpid()}")
 
 
 def test_the_port_may_be_in_vllms_configuration_file(tmp_path):
     file = tmp_path / "vllm.yaml"
     command = ["/bin/vllm", "serve", "m", "--config", str(file)]
     file.write_text("port: 8126\nmax-num-seqs: 8\n")
-    assert server_word(command) == 8126
-    assert server_word([*command, "--port", "8127"]) == 8127
+    assert server_id(command) == 8126
+    assert server_id([*command, "--port", "8127"]) == 8127
     file.write_text("- a list\n")
-    assert server_word(command) == 8000
+    assert server_id(command) == 8000
     file.write_text("{")
-    assert server_word(command) == 8000
+    assert server_id(command) == 8000

@@ -14,7 +14,7 @@ import pytest
 import engine_shim
 from engine_shim.vllm import plugin, vllm_api
 from engine_shim.vllm.configuration import SteeredConfiguration
-from engine_shim.vllm.draft_lengths import no_search_for_nothing, whole_block
+from engine_shim.vllm.draft_lengths import draft_whole_block, skip_lookup_at_zero
 from engine_shim.vllm.settings import VllmSettings
 
 
@@ -32,14 +32,14 @@ def test_nothing_is_imported_or_hooked_without_a_sidecar(monkeypatch):
 
 def test_the_package_announces_it():
     project = tomllib.loads((Path(engine_shim.__file__).parent / "pyproject.toml").read_text())
-    found = project["project"]["entry-points"]["vllm.general_plugins"]
-    assert found == {"speculation_controller": "engine_shim.vllm.plugin:register"}
+    entry_points = project["project"]["entry-points"]["vllm.general_plugins"]
+    assert entry_points == {"speculation_controller": "engine_shim.vllm.plugin:register"}
 
 
-@pytest.mark.parametrize("found", ["0.25.1", "0.34.0", ""])
-def test_an_unknown_version_ends_the_process_with_the_reason(monkeypatch, found):
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", ""])
+def test_an_unknown_version_ends_the_process_with_the_reason(monkeypatch, version):
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
-    monkeypatch.setattr(vllm_api, "vllm_version", lambda: found)
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
     with pytest.raises(SystemExit, match=r"vLLM .*SPECULATION_ALLOW_UNKNOWN_VERSION=1"):
         plugin.register()
 
@@ -74,7 +74,7 @@ def test_its_lines_are_in_vllms_log(monkeypatch, caplog):
             monkeypatch.setattr(logger, name, getattr(logger, name))
     theirs.handlers, theirs.level = [caplog.handler], logging.INFO
     ours.handlers = []
-    plugin._log_as_vllm()
+    plugin._use_vllm_log_handlers()
     logging.getLogger("engine_shim.vllm.anything").info("it is steered")
     assert caplog.text.count("it is steered") == 1
 
@@ -87,8 +87,8 @@ def test_what_is_wrapped_has_the_signature_that_a_second_loading_expects():
     wrapped: list[tuple[Callable[[Any], Any], Any]] = [
         (configuration._around_post_init, post_init),
         (configuration._around_get_scheduler_cls, post_init),
-        (whole_block, propose),
-        (no_search_for_nothing, propose),
+        (draft_whole_block, propose),
+        (skip_lookup_at_zero, propose),
     ]
     for wrapper, original in wrapped:
         assert inspect.signature(wrapper(original)) == inspect.signature(original)

@@ -7,8 +7,8 @@ import pytest
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
-from engine_shim.vllm.configuration import SteeredConfiguration, checks
-from engine_shim.vllm.recurrent_targets import is_recurrent, loses_state, require_kept_state
+from engine_shim.vllm.configuration import SteeredConfiguration, configuration_checks
+from engine_shim.vllm.recurrent_targets import corrupts_state, is_recurrent, require_correct_state
 from engine_shim.vllm.settings import VllmSettings
 from tests.unit.engine_shim.vllm.test_configuration import config
 
@@ -75,17 +75,19 @@ def test_a_target_of_mamba_1_is_refused_in_every_version(monkeypatch, version, m
 )
 def test_another_one_is_not(monkeypatch, version, target):
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
-    made = config(model_config=target)
-    assert not [check for check in checks(made, VllmSettings.load()) if check.obstacle]
+    vllm_config = config(model_config=target)
+    assert not [
+        check for check in configuration_checks(vllm_config, VllmSettings.load()) if check.obstacle
+    ]
 
 
 def test_the_check_names_what_it_has_found(monkeypatch):
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
-    found = {
-        check.topic: check.found
-        for check in checks(config(model_config=RECURRENT[0]), VllmSettings.load())
+    topics = {
+        check.topic: check.actual
+        for check in configuration_checks(config(model_config=RECURRENT[0]), VllmSettings.load())
     }
-    assert found["layers of the target"] == "recurrent"
+    assert topics["layers of the target"] == "recurrent"
     assert not is_recurrent(model())
 
 
@@ -98,7 +100,7 @@ def test_the_check_names_what_it_has_found(monkeypatch):
     ],
 )  # fmt: skip
 def test_what_comes_before_the_release_that_mends_it_counts_as_older(version, loses):
-    assert loses_state(version) is loses
+    assert corrupts_state(version) is loses
 
 
 class MambaSpec:
@@ -125,14 +127,14 @@ SEVERAL_SIZES = SimpleNamespace(kv_cache_specs={"a": ATTENTION, "b": MambaSpec()
 def test_caches_tell_what_a_configuration_does_not(monkeypatch, spec):
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.31.0")
     with pytest.raises(UnsupportedEngineError, match="recurrent layers"):
-        require_kept_state(caches(ATTENTION, spec))
-    require_kept_state(caches(ATTENTION))
+        require_correct_state(caches(ATTENTION, spec))
+    require_correct_state(caches(ATTENTION))
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
-    require_kept_state(caches(ATTENTION, spec))
+    require_correct_state(caches(ATTENTION, spec))
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.0"])
 def test_caches_tell_layers_of_mamba_1(monkeypatch, version):
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
     with pytest.raises(UnsupportedEngineError, match="Mamba-1"):
-        require_kept_state(caches(ATTENTION, Mamba1Spec()))
+        require_correct_state(caches(ATTENTION, Mamba1Spec()))

@@ -11,8 +11,8 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.vllm import steered_scheduler, step_reports, vllm_api
 from engine_shim.vllm.settings import VllmSettings
-from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
-from engine_shim.vllm.step_reports import StepTap
+from engine_shim.vllm.steered_scheduler import SchedulerHooks, is_speculation_disabled
+from engine_shim.vllm.step_reports import StepReporter
 from tests.support.step_reports import flags_of, group, proposals
 from tests.unit.engine_shim.vllm.fakes import CACHES, Link, choice, output, request, result
 
@@ -33,10 +33,10 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(steered_scheduler, "perf_counter", made)
-    monkeypatch.setattr(step_reports, "perf_counter", made)
-    return made
+    fake_clock = Clock()
+    monkeypatch.setattr(steered_scheduler, "perf_counter", fake_clock)
+    monkeypatch.setattr(step_reports, "perf_counter", fake_clock)
+    return fake_clock
 
 
 class HandScheduler:
@@ -44,28 +44,30 @@ class HandScheduler:
 
     def __init__(self, *choices: StepChoice, gammas: Any = GAMMAS, **tap: Any) -> None:
         self.link = Link(*choices)
-        made = StepTap(self.link, gammas, **({"may_draft_less": False, "is_async": False} | tap))  # type: ignore[arg-type]
-        self.steering = Steering(self.link, made, gammas)  # type: ignore[arg-type]
+        link: Any = self.link
+        options = {"may_draft_less": False, "is_async": False} | tap
+        step_reporter = StepReporter(link, gammas, **options)
+        self.steering = SchedulerHooks(link, step_reporter, gammas)
         self.requests: dict[str, Any] = {}
 
     def add(self, *requests: Any) -> None:
         for one in requests:
             self.requests[one.request_id] = one
-            self.steering.arrived(one, self.requests)
+            self.steering.after_add_request(one, self.requests)
 
     def schedule(
         self, scheduled: Any, drafts: Any = None, finished: Any = (), preempted: Any = ()
     ) -> Any:
-        made = output(scheduled, drafts, finished, preempted)
-        self.steering.scheduled(made, self.requests)
+        schedule_output = output(scheduled, drafts, finished, preempted)
+        self.steering.after_schedule(schedule_output, self.requests)
         for name, tokens in scheduled.items():
             self.requests[name].num_computed_tokens += tokens
-        return made
+        return schedule_output
 
-    def finish(self, made: Any, sampled: Any, taken: Any = None) -> None:
+    def finish(self, schedule_output: Any, sampled: Any, taken: Any = None) -> None:
         """Works a result in.  taken: tokens of answers that end, of fewer than they got."""
         got = result(sampled)
-        found = self.steering.read(made, got, self.requests)
+        step_results = self.steering.count_rows(schedule_output, got, self.requests)
         for name, tokens in (taken or {}).items():
             del got.sampled_token_ids[got.req_id_to_index[name]][tokens:]
         for name, tokens in sampled.items():
@@ -75,12 +77,12 @@ class HandScheduler:
             mine.num_tokens += tokens
             mine.num_output_tokens += tokens
             mine.num_computed_tokens = mine.num_tokens - 1
-        self.steering.worked_in(found)
+        self.steering.after_process_result(step_results)
 
     def step(self, scheduled: Any, drafts: Any, sampled: Any) -> Any:
-        made = self.schedule(scheduled, drafts)
-        self.finish(made, sampled)
-        return made
+        schedule_output = self.schedule(scheduled, drafts)
+        self.finish(schedule_output, sampled)
+        return schedule_output
 
 
 def flags(report: Any) -> set[str]:
@@ -90,17 +92,17 @@ def flags(report: Any) -> set[str]:
 def test_what_a_step_verifies_was_drafted_under_the_choice_before():
     engine = HandScheduler(choice(3, epoch=1), choice(5, epoch=2, probe=8), choice(1, epoch=3))
     engine.add(request("a", output=0))
-    made = engine.step({"a": 10}, {}, {"a": 1})
-    assert made.num_spec_tokens_to_schedule == 3
+    schedule = engine.step({"a": 10}, {}, {"a": 1})
+    assert schedule.num_spec_tokens_to_schedule == 3
     assert engine.link.reports == []  # it read a prompt
     engine.step({"a": 4}, {"a": 3}, {"a": 3})
     engine.step({"a": 6}, {"a": 5}, {"a": 1})
     engine.step({"a": 2}, {"a": 1}, {"a": 2})
-    found = [
+    report_rows = [
         (r.step, r.gamma, r.plan_epoch, r.probe_id, list(r.accepted_counts))
         for r in engine.link.reports
     ]
-    assert found == [
+    assert report_rows == [
         (1, 3, 1, 0, [0, 0, 1, 0]),
         (2, 5, 2, 8, [1, 0, 0, 0, 0, 0]),
         (3, 1, 3, 0, [0, 1]),
@@ -128,19 +130,19 @@ def test_with_async_scheduling_the_result_comes_after_the_next_schedule():
 def test_the_plan_is_asked_for_the_rows_that_will_decode_next():
     engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", prompt=30, output=0), request("c", prompt=5, output=0))
-    made = engine.schedule({"a": 1, "b": 16, "c": 5})
+    schedule = engine.schedule({"a": 1, "b": 16, "c": 5})
     assert engine.link.asked == [2]
-    assert made.num_spec_tokens_to_schedule == 3
+    assert schedule.num_spec_tokens_to_schedule == 3
 
 
 @pytest.mark.parametrize(("gammas", "drafts"), [(GAMMAS, 0), ((1, 3), 7)])
 def test_a_step_after_which_nothing_decodes_asks_for_nothing(gammas, drafts):
     engine = HandScheduler(choice(3, probe=4), gammas=gammas)
     engine.add(request("a", prompt=30, output=0))
-    made = engine.schedule({"a": 16})
+    schedule = engine.schedule({"a": 16})
     assert engine.link.asked == []
     assert engine.link.polls == 1
-    assert made.num_spec_tokens_to_schedule == drafts
+    assert schedule.num_spec_tokens_to_schedule == drafts
 
 
 def test_an_empty_schedule_is_left_alone_and_is_a_pause():
@@ -148,9 +150,9 @@ def test_an_empty_schedule_is_left_alone_and_is_a_pause():
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 2})
-    made = engine.schedule({})
-    assert made.num_spec_tokens_to_schedule == 7
-    engine.finish(made, {})
+    schedule = engine.schedule({})
+    assert schedule.num_spec_tokens_to_schedule == 7
+    engine.finish(schedule, {})
     engine.step({"a": 4}, {"a": 3}, {"a": 2})
     assert [flags(r) for r in engine.link.reports] == [set(), {"after_gap"}]
 
@@ -201,7 +203,7 @@ def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
     assert (report.gamma, list(report.accepted_counts)) == (3, [1, 0, 1, 0])
     assert list(report.groups) == [group("eagle3", [1]), group("eagle3", [0, 0, 1])]
     assert not report.proposals
-    assert report_from_proto(report).drafted == ([0, 0, 0, 0], [0, 0, 1])
+    assert report_from_proto(report).drafted_counts == ([0, 0, 0, 0], [0, 0, 1])
 
 
 def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
@@ -209,9 +211,9 @@ def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
     engine = HandScheduler(choice(3), is_async=True)
     engine.add(request("a", use_structured_output=True))
     engine.step({"a": 1}, {}, {"a": 1})
-    made = engine.schedule({"a": 4}, {"a": 3})
-    made.num_invalid_spec_tokens = {"a": 2}
-    engine.finish(made, {"a": 1})
+    schedule = engine.schedule({"a": 4}, {"a": 3})
+    schedule.num_invalid_spec_tokens = {"a": 2}
+    engine.finish(schedule, {"a": 1})
     (report,) = engine.link.reports
     assert (report.gamma, list(report.groups)) == (3, [group("eagle3", [1, 0])])
 
@@ -220,9 +222,9 @@ def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
     engine = HandScheduler(choice(3))
     engine.add(*(request(name) for name in "abc"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
-    made = engine.schedule(dict.fromkeys("abc", 4), dict.fromkeys("abc", 3))
+    schedule = engine.schedule(dict.fromkeys("abc", 4), dict.fromkeys("abc", 3))
     # Of 4, 3 and 3 tokens; vLLM takes one of the first, one of the second, and all of the last.
-    engine.finish(made, {"a": 4, "b": 3, "c": 3}, {"a": 1, "b": 1})
+    engine.finish(schedule, {"a": 4, "b": 3, "c": 3}, {"a": 1, "b": 1})
     (report,) = engine.link.reports
     assert (list(report.accepted_counts), list(report.groups)) == ([0, 0, 2, 1], [])
     assert list(report.proposals) == [proposals("eagle3", [0, 0, 1, 0], [0, 2, 0])]
@@ -250,7 +252,7 @@ def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
     engine.add(request("a"), request("b", extra={"speculation": False}))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     engine.requests["a"].spec_token_ids = engine.requests["b"].spec_token_ids = [1, 2, 3]
-    engine.steering.withhold(["a", "b", "gone"], engine.requests)
+    engine.steering.withhold_drafts(["a", "b", "gone"], engine.requests)
     assert engine.requests["a"].spec_token_ids == [1, 2, 3]
     assert engine.requests["b"].spec_token_ids == []
     engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 2, "b": 1})
@@ -264,8 +266,8 @@ def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
     engine = HandScheduler(choice(3))
     engine.add(request("b", extra={"speculation": 0}))
     for _ in range(2):
-        made = engine.step({"b": 1}, {}, {"b": 1})
-        assert made.num_spec_tokens_to_schedule == 0
+        schedule = engine.step({"b": 1}, {}, {"b": 1})
+        assert schedule.num_spec_tokens_to_schedule == 0
     (report,) = engine.link.reports
     assert (report.gamma, list(report.accepted_counts)) == (0, [1])
     assert list(report.groups) == [group("", [1])]
@@ -307,18 +309,18 @@ def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
     ],
 )
 def test_only_false_keeps_a_request_from_being_drafted_for(extra, wish):
-    assert may_not_be_drafted_for(request("a", extra=extra)) is wish
-    assert not may_not_be_drafted_for(request("a", sampling_params=None))
+    assert is_speculation_disabled(request("a", extra=extra)) is wish
+    assert not is_speculation_disabled(request("a", sampling_params=None))
 
 
 def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_their_own():
     engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", extra={"speculation": False}), request("c"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
-    made = engine.schedule({"a": 4, "b": 1, "c": 4}, {"a": 3, "c": 3})
+    schedule = engine.schedule({"a": 4, "b": 1, "c": 4}, {"a": 3, "c": 3})
     engine.requests["a"].is_finished = lambda: True
     del engine.requests["c"]
-    engine.finish(made, {"a": 4, "b": 1, "c": 4})
+    engine.finish(schedule, {"a": 4, "b": 1, "c": 4})
     (report,) = engine.link.reports
     assert (report.batch_size, report.gamma, report.kv_tokens) == (3, 0, 33)
     assert list(report.groups) == [group("", [1]), group("eagle3", [2], ended=True)]
@@ -328,7 +330,7 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_th
     del engine.requests["a"], engine.requests["b"]
     engine.schedule({}, {}, finished=["a", "b", "c"])
     assert engine.steering.undrafted == set()
-    assert engine.steering._drafted_under == {}
+    assert engine.steering._choice_by_request == {}
 
 
 def test_a_preempted_request_reads_its_tokens_again_as_a_prompt():
@@ -353,7 +355,9 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
     """Else its cost would never be learnt: vLLM's graphs end at 512 tokens by default."""
     link = Link(choice(3))
     monkeypatch.setattr(EngineLink, "start", lambda *_: link)
-    monkeypatch.setattr(steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="x"))
+    monkeypatch.setattr(
+        steered_scheduler, "describe_engine", lambda *_: SimpleNamespace(engine_id="x")
+    )
     compilation = SimpleNamespace(
         cudagraph_mode=SimpleNamespace(name="PIECEWISE"), cudagraph_capture_sizes=[1, 2]
     )
@@ -367,7 +371,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
         vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES, waiting=[]
     )
     engine = HandScheduler(choice(3))
-    engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
+    engine.steering = steered_scheduler.start_hooks(scheduler, VllmSettings.load())
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
@@ -396,8 +400,8 @@ def test_a_step_of_a_length_that_is_no_arm_is_not_reported():
     # Both are near the longest sequence that the model takes.
     engine.step({"a": 3, "b": 2}, {"a": 2, "b": 1}, {"a": 3, "b": 1})
     assert engine.link.reports == []
-    assert engine.steering._tap is not None
-    assert engine.steering._tap.skipped == 1
+    assert engine.steering._reporter is not None
+    assert engine.steering._reporter.skipped_steps == 1
 
 
 def test_more_drafts_than_were_chosen_are_cut():
@@ -406,10 +410,10 @@ def test_more_drafts_than_were_chosen_are_cut():
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     drafts = [[0] * 7, [4], []]
-    engine.steering.cut(drafts)
+    engine.steering.truncate_drafts(drafts)
     assert drafts == [[0], [4], []]
     engine.step({"a": 2, "b": 2}, {"a": 1, "b": 1}, {"a": 1, "b": 1})
-    engine.steering.cut(drafts)
+    engine.steering.truncate_drafts(drafts)
     assert drafts == [[], [], []]
 
 
@@ -428,9 +432,9 @@ def test_the_end_of_a_request_in_parts_does_not_take_back_its_wish():
     """vLLM announces the end with a part of its own, which has the wishes of the first one."""
     engine = HandScheduler(choice(3))
     engine.add(request("a"))
-    engine.steering.arrived(request("a", extra={"speculation": False}), engine.requests)
+    engine.steering.after_add_request(request("a", extra={"speculation": False}), engine.requests)
     assert engine.steering.undrafted == {"a"}
-    engine.steering.arrived(request("a"), engine.requests)
+    engine.steering.after_add_request(request("a"), engine.requests)
     assert engine.steering.undrafted == {"a"}
 
 
@@ -448,10 +452,10 @@ def test_what_vllm_drops_after_a_preemption_of_all_has_no_drafts(dropped, rows):
     engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
-    made = engine.schedule({"a": 4, "b": 4}, {"a": 3, "b": 3})
+    schedule = engine.schedule({"a": 4, "b": 4}, {"a": 3, "b": 3})
     engine.requests["b"].num_stale_output_tokens = 4
     engine.requests["b"].drop_stale_output = dropped
-    engine.finish(made, {"a": 2, "b": 4})
+    engine.finish(schedule, {"a": 2, "b": 4})
     (report,) = engine.link.reports
     assert report.batch_size == 2
     drafted = report.groups[0] if report.groups else group("eagle3", report.accepted_counts)
@@ -463,8 +467,8 @@ def test_a_preempted_request_has_lost_its_drafts_and_refused_none():
     engine = HandScheduler(choice(3), may_draft_less=True)
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
-    made = engine.schedule({"a": 4}, {"a": 3}, preempted=["b"])
-    engine.finish(made, {"a": 1})
+    schedule = engine.schedule({"a": 4}, {"a": 3}, preempted=["b"])
+    engine.finish(schedule, {"a": 1})
     engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 1, "b": 1})
     report = engine.link.reports[-1]
     assert (report.batch_size, report.prefill_tokens) == (1, 1)
@@ -478,20 +482,20 @@ def test_steps_of_more_different_rows_than_the_contract_has_groups_are_not_repor
     widths = {name: place + 1 for place, name in enumerate(names)}
     engine.step({n: w + 1 for n, w in widths.items()}, widths, dict.fromkeys(names, 1))
     assert engine.link.reports == []
-    assert engine.steering._tap is not None
-    assert engine.steering._tap.skipped == 1
+    assert engine.steering._reporter is not None
+    assert engine.steering._reporter.skipped_steps == 1
 
 
 def test_an_error_ends_the_reports_and_not_the_engine(caplog):
     engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
-    made = engine.schedule({"a": 4}, {"a": 3})
-    made.scheduled_spec_decode_tokens = None
-    engine.finish(made, {"a": 1})
+    schedule = engine.schedule({"a": 4}, {"a": 3})
+    schedule.scheduled_spec_decode_tokens = None
+    engine.finish(schedule, {"a": 1})
     assert "no longer reported" in caplog.text
-    made = engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    assert made.num_spec_tokens_to_schedule == 3
+    schedule = engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    assert schedule.num_spec_tokens_to_schedule == 3
     assert engine.link.reports == []
 
 
@@ -531,8 +535,8 @@ def test_with_async_scheduling_prompts_in_every_step_are_no_gap():
         engine.step({"a": 4, "b": 16}, {"a": 3}, {"a": 1, "b": 0})
         engine.requests["b"].num_computed_tokens = 16
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    found = [report.flags.after_gap for report in engine.link.reports]
-    assert found == [False, False, True]
+    gap_flags = [report.flags.after_gap for report in engine.link.reports]
+    assert gap_flags == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -548,7 +552,7 @@ def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async
 
     monkeypatch.setattr("engine_shim.vllm.steered_scheduler.EngineLink.start", start_link)
     monkeypatch.setattr(
-        steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
+        steered_scheduler, "describe_engine", lambda *_: SimpleNamespace(engine_id="named")
     )
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, num_speculative_tokens=5),
@@ -559,8 +563,8 @@ def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async
     scheduler = SimpleNamespace(
         vllm_config=config, dynamic_sd_lookup=[0, 5, 5, 3, 2, 1, 0], kv_cache_config=CACHES
     )
-    steering = steered_scheduler.start(scheduler, VllmSettings.load())
-    tap = steering._tap
+    steering = steered_scheduler.start_hooks(scheduler, VllmSettings.load())
+    tap = steering._reporter
     assert tap is not None
     assert (tap._may_draft_less, tap._is_async) == (may_draft_less, is_async)
     assert [gamma for _, gamma in started] == [5]
@@ -580,7 +584,7 @@ def test_an_engine_whose_drafting_does_not_follow_starts_with_a_warning(
     monkeypatch.setattr(EngineLink, "start", lambda *_: Link(choice(3)))
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
     monkeypatch.setattr(
-        steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
+        steered_scheduler, "describe_engine", lambda *_: SimpleNamespace(engine_id="named")
     )
     drafter = SimpleNamespace(hf_config=SimpleNamespace())
     config = SimpleNamespace(
@@ -593,7 +597,7 @@ def test_an_engine_whose_drafting_does_not_follow_starts_with_a_warning(
     scheduler = SimpleNamespace(
         vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES
     )
-    steered_scheduler.start(scheduler, VllmSettings.load())
+    steered_scheduler.start_hooks(scheduler, VllmSettings.load())
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [message.startswith(says) for message in warned] == ([True] if says else [])
 
@@ -613,7 +617,7 @@ def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monk
         vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=caches
     )
     with pytest.raises(UnsupportedEngineError, match="silently wrong"):
-        steered_scheduler.start(scheduler, VllmSettings.load())
+        steered_scheduler.start_hooks(scheduler, VllmSettings.load())
     assert started == []
 
 

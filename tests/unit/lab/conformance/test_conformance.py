@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lab.conformance.__main__ import app
 from lab.conformance.rules import Findings, check_plan, check_reports
 from lab.conformance.shim_side import ShimCheck, check_introduction
-from lab.conformance.sidecar_side import PlayedEngine, engine_spec
+from lab.conformance.sidecar_side import FakeEngine, engine_spec
 from speculation.v1.engine_pb2 import (
     CAPABILITY_DRAFTER,
     ClassCounts,
@@ -35,26 +35,26 @@ PLAN = Plan(
 
 def test_a_real_sidecar_keeps_the_contract(tmp_path: Path) -> None:
     with sidecar_process(tmp_path) as sidecar:
-        found = CliRunner().invoke(app, ["sidecar", sidecar.address])
-    assert found.exit_code == 0, found.output
-    assert found.output == "the contract is kept\n"
+        result = CliRunner().invoke(app, ["sidecar", sidecar.address])
+    assert result.exit_code == 0, result.output
+    assert result.output == "the contract is kept\n"
 
 
 def test_no_sidecar_is_said_in_one_line(tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["sidecar", f"unix:{tmp_path}/none.sock"])
-    assert found.exit_code == 2
-    assert "UNAVAILABLE" in found.output
+    result = CliRunner().invoke(app, ["sidecar", f"unix:{tmp_path}/none.sock"])
+    assert result.exit_code == 2
+    assert "UNAVAILABLE" in result.output
 
 
 def test_no_engine_is_said_in_one_line(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/check.sock"
-    found = CliRunner().invoke(app, ["shim", address, "--wait-seconds", "0.2"])
-    assert found.exit_code == 2
-    assert "an introduction did not come within 0.2 s" in found.output
+    result = CliRunner().invoke(app, ["shim", address, "--wait-seconds", "0.2"])
+    assert result.exit_code == 2
+    assert "an introduction did not come within 0.2 s" in result.output
 
 
 def played(steps: int = 4) -> list[StepReport]:
-    engine = PlayedEngine(ENGINE)
+    engine = FakeEngine(ENGINE)
     return [engine.step(PLAN) for _ in range(steps)]
 
 
@@ -123,14 +123,14 @@ def test_a_drafter_that_was_lost_is_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_introduction_that_a_sidecar_would_refuse_is_named() -> None:
-    found = Findings()
-    check_introduction(found, ENGINE)
-    assert found.lines() == []
+    findings = Findings()
+    check_introduction(findings, ENGINE)
+    assert findings.lines() == []
     broken = EngineSpec()
     broken.CopyFrom(ENGINE)
     broken.drafters[3].gammas.append(7)
-    check_introduction(found, broken)
-    (line,) = found.lines()
+    check_introduction(findings, broken)
+    (line,) = findings.lines()
     assert line.startswith("a sidecar takes the introduction: mixture 'mtp+ngram': 'mtp' has not")
 
 
@@ -170,6 +170,6 @@ def test_a_probe_that_runs_for_too_long_is_named() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_that_breaks_a_rule_is_named_with_it(plan: Plan, rule: str) -> None:
-    found = Findings()
-    check_plan(found, ENGINE, plan, 2)
-    assert any(line.startswith(rule) for line in found.lines())
+    findings = Findings()
+    check_plan(findings, ENGINE, plan, 2)
+    assert any(line.startswith(rule) for line in findings.lines())

@@ -12,9 +12,9 @@ from sglang.srt.models.registry import ModelRegistry
 
 def main() -> None:
     """Writes FOUND."""
-    found, *names = sys.argv[1:]
+    output_name, *names = sys.argv[1:]
     modules = {name: ModelRegistry.resolve_model_cls([name])[0].__module__ for name in names}
-    Path(found).write_text(json.dumps(modules))
+    Path(output_name).write_text(json.dumps(modules))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 import engine_shim
 from lab.cpu_engine.environment import STANDIN_FOLDER, cpu_engine_env
-from tests.support.engine import forked
+from tests.support.engine import fork_engine
 
 ROOT = Path(engine_shim.__file__).parents[1]
 PATIENCE_SECONDS = 240.0
@@ -24,15 +24,15 @@ def test_the_stand_in_comes_first_on_the_path_and_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("plugins", "expected"),
     [
         ("mine", "mine,sglang_cpu_standin"),
         ("mine, sglang_cpu_standin", "mine, sglang_cpu_standin"),
         ("", ""),
     ],
 )
-def test_a_whitelist_of_plugins_lets_the_stand_in_pass(given: str, expected: str) -> None:
-    assert cpu_engine_env({"SGLANG_PLUGINS": given})["SGLANG_PLUGINS"] == expected
+def test_a_whitelist_of_plugins_lets_the_stand_in_pass(plugins: str, expected: str) -> None:
+    assert cpu_engine_env({"SGLANG_PLUGINS": plugins})["SGLANG_PLUGINS"] == expected
 
 
 def run(code: str, env: dict[str, str]) -> str:
@@ -87,8 +87,8 @@ def test_sglang_serves_models_with_its_own_code(tmp_path: Path) -> None:
         "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3",
         "MiMoMTP": "sglang.srt.models.mimo_mtp",
     }
-    found, log = tmp_path / "found.json", tmp_path / "log"
+    output_path, log = tmp_path / "found.json", tmp_path / "log"
     module = "tests.unit.lab.cpu_engine.registry_probe"
-    probe = forked(module, [found.name, *modules], tmp_path, {}, log)
+    probe = fork_engine(module, [output_path.name, *modules], tmp_path, {}, log)
     assert probe.wait(PATIENCE_SECONDS) == 0, log.read_text()
-    assert json.loads(found.read_text()) == modules
+    assert json.loads(output_path.read_text()) == modules

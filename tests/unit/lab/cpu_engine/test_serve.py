@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lab.cpu_engine.environment import PACE_VARIABLE
 from lab.cpu_engine.pace.pacer import Pace
-from lab.cpu_engine.serve import paced, with_cpu_defaults
-from tests.support.engine import EngineProcess, serving
+from lab.cpu_engine.serve import apply_pace_options, with_cpu_defaults
+from tests.support.engine import EngineProcess, running_engine
 
 VOCABULARY = 96
 NEW_TOKENS = 40
@@ -41,10 +41,10 @@ def test_a_pace_is_taken_out_of_the_arguments_and_goes_without_overlap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(PACE_VARIABLE, "")
-    assert paced(["--device", "x"]) == ["--device", "x"]
+    assert apply_pace_options(["--device", "x"]) == ["--device", "x"]
     assert "--disable-overlap-schedule" not in with_cpu_defaults([])
     pace = ["--pace", "h100-llama3.1-8b", "--dilation", "2.5", "--pace-log", "steps.jsonl"]
-    assert paced([*pace, "--device", "x"]) == ["--device", "x"]
+    assert apply_pace_options([*pace, "--device", "x"]) == ["--device", "x"]
     assert Pace.from_json(os.environ[PACE_VARIABLE]) == Pace("h100-llama3.1-8b", 2.5, "steps.jsonl")
     assert "--disable-overlap-schedule" in with_cpu_defaults([])
 
@@ -63,7 +63,7 @@ def test_a_pace_that_cannot_be_ends_the_command_with_one_sentence(
 ) -> None:
     monkeypatch.setenv(PACE_VARIABLE, "")
     with pytest.raises(SystemExit, match=complaint) as ended:
-        paced(arguments)
+        apply_pace_options(arguments)
     assert "\n" not in str(ended.value)
     assert not os.environ[PACE_VARIABLE]
 
@@ -108,7 +108,7 @@ def prompts() -> list[list[int]]:
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """Started as a user starts it."""
     arguments = ("--model-path", str(model), "--disable-radix-cache")
-    with serving(tmp_path_factory.mktemp("plain"), arguments, fresh=True) as engine:
+    with running_engine(tmp_path_factory.mktemp("plain"), arguments, fresh=True) as engine:
         yield engine
 
 
@@ -155,7 +155,7 @@ def test_speculation_gives_the_very_same_tokens(
     arguments = ("--model-path", str(model), "--disable-radix-cache", *SPECULATION)
     draft = ("--speculative-draft-model-path", str(model))
     expected = tokens(plain, prompts)
-    with serving(tmp_path, [*arguments, *draft]) as engine:
+    with running_engine(tmp_path, [*arguments, *draft]) as engine:
         for chosen in ([0], [1, 2, 3, 4], range(len(prompts))):
             answers = engine.generate([prompts[i] for i in chosen], [NEW_TOKENS] * len(chosen))
             assert [answer.tokens for answer in answers] == [expected[i] for i in chosen]
@@ -170,7 +170,7 @@ def test_bfloat16_serves_and_repeats_itself(
     model: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     arguments = ("--model-path", str(model), "--dtype", "bfloat16", "--disable-radix-cache")
-    with serving(tmp_path, arguments) as engine:
+    with running_engine(tmp_path, arguments) as engine:
         first = tokens(engine, prompts)
         assert tokens(engine, prompts) == first
         assert all(len(answer) == NEW_TOKENS for answer in first)

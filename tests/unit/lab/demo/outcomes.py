@@ -6,22 +6,22 @@ from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, LogPart
 from lab.demo.exact import ExactPlay, Mismatch
 from lab.demo.outcome import DemoOutcome
 from lab.harness.load_generator import Answer, PhasePlay, Play, StreamPhase
-from lab.paced.lost_time import Computed, LostTime, Oracle
+from lab.paced.lost_time import LostTime, Oracle, PolicyRate
 from lab.paced.plays import StreamPlay
-from lab.paced.traffic import Stream, drawn_request
+from lab.paced.traffic import Stream, make_request
 
 DILATION = 2.0
 STREAM = Stream(
     "made-up",
     7,
     (
-        StreamPhase("quiet", 1, (drawn_request("code", 0, 9, (20, 21, 22, 23)),)),
+        StreamPhase("quiet", 1, (make_request("code", 0, 9, (20, 21, 22, 23)),)),
         StreamPhase(
             "busy",
             2,
             (
-                drawn_request("chat", 1, 9, (24, 25, 26, 27)),
-                drawn_request("chat", 2, 9, (28, 29, 30, 31)),
+                make_request("chat", 1, 9, (24, 25, 26, 27)),
+                make_request("chat", 2, 9, (28, 29, 30, 31)),
             ),
         ),
     ),
@@ -76,9 +76,9 @@ def play_of(
 
 def outcome() -> DemoOutcome:
     """Two repeats of 27 tokens in 54, 27, 27 and 18 model seconds; one wrong token of static-4."""
-    rates = Computed(1.5, (1.0, 2.0))
-    statics = {Arm("eagle3", 0): Computed(0.5, (0.3, 0.6)), Arm("eagle3", 4): rates}
-    oracle = Oracle(statics, (Arm("eagle3", 4), Arm("eagle3", 0)), Computed(2.0, (1.0, 2.0)))
+    rates = PolicyRate(1.5, (1.0, 2.0))
+    statics = {Arm("eagle3", 0): PolicyRate(0.5, (0.3, 0.6)), Arm("eagle3", 4): rates}
+    oracle = Oracle(statics, (Arm("eagle3", 4), Arm("eagle3", 0)), PolicyRate(2.0, (1.0, 2.0)))
     wrong = ExactPlay("static-4", 40, 2.0, (Mismatch(3, 2, 7, 9),))
     return DemoOutcome(
         STREAM,

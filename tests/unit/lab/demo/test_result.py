@@ -51,14 +51,16 @@ def test_it_says_what_is_imposed_and_what_is_real():
 
 
 def test_step_times_are_compared_with_the_costs():
-    found = outcome()
-    took = sum(step.seconds for play in found.plays["off"] for step in play.decode_steps)
+    demo_outcome = outcome()
+    took = sum(step.seconds for play in demo_outcome.plays["off"] for step in play.decode_steps)
     priced = sum(
-        found.costs.decode_seconds(Arm("eagle3", 0), step.batch_size, step.kv_tokens, warm=True)
-        for play in found.plays["off"]
+        demo_outcome.costs.decode_seconds(
+            Arm("eagle3", 0), step.batch_size, step.kv_tokens, warm=True
+        )
+        for play in demo_outcome.plays["off"]
         for step in play.decode_steps
     )
-    assert found.time_over_costs("off") == pytest.approx(took / priced)
+    assert demo_outcome.time_over_costs("off") == pytest.approx(took / priced)
 
 
 def test_the_tables_say_what_was_lost_and_what_was_not_exact(capsys):

@@ -13,12 +13,12 @@ def accept(drawn: DrawnAcceptance, gamma: int) -> tuple[torch.Tensor, torch.Tens
     index[:, 0] = torch.arange(ROWS, dtype=torch.int32) * width
     predict = torch.zeros(ROWS * width, dtype=torch.int32)
     correct = torch.zeros(ROWS, dtype=torch.int32)
-    found = drawn.accept(
+    accepted_tokens = drawn.accept(
         accept_index=index, predict=predict, num_correct_drafts=correct, spec_steps=gamma
     )
-    assert found.dtype == torch.int32
+    assert accepted_tokens.dtype == torch.int32
     assert (predict == 100).all()
-    return found, correct
+    return accepted_tokens, correct
 
 
 def test_each_position_is_accepted_with_the_drafters_probability():
@@ -30,15 +30,17 @@ def test_each_position_is_accepted_with_the_drafters_probability():
 
 
 def test_a_row_names_its_own_tokens_up_to_the_last_accepted():
-    found, correct = accept(DrawnAcceptance({"eagle3": 0.5}), 3)
+    accepted_tokens, correct = accept(DrawnAcceptance({"eagle3": 0.5}), 3)
     offsets = torch.arange(4)
     expected = torch.arange(ROWS)[:, None] * 4 + offsets
-    assert torch.equal(found, torch.where(offsets <= correct[:, None], expected, -1).int())
+    assert torch.equal(
+        accepted_tokens, torch.where(offsets <= correct[:, None], expected, -1).int()
+    )
 
 
 def test_without_drafts_there_is_the_bonus_token_alone():
-    found, correct = accept(DrawnAcceptance({"eagle3": 1.0}), 0)
-    assert found.shape == (ROWS, 1)
+    accepted_tokens, correct = accept(DrawnAcceptance({"eagle3": 1.0}), 0)
+    assert accepted_tokens.shape == (ROWS, 1)
     assert not correct.any()
 
 

@@ -10,7 +10,7 @@ PRICES = Prices(launch=40.0, capture=0.5, decode_pass=0.01, request=0.1, source=
 
 
 def test_work_is_added_and_priced():
-    work = Work(launches=1, captures=4) + Work(passes=100, requests=3).times(2)
+    work = Work(launches=1, captures=4) + Work(passes=100, requests=3).multiply(2)
     assert work == Work(1, 4, 200, 6)
     assert PRICES.seconds(work + Work(wait_seconds=7.0)) == pytest.approx(40 + 2 + 2 + 0.6 + 7)
 
@@ -31,7 +31,7 @@ def test_a_step_that_would_end_after_the_budget_is_refused():
     now = 100.0
     deadline = Deadline(60.0, lambda: now)
     now = 130.0
-    assert (deadline.elapsed, deadline.left) == (30.0, 30.0)
+    assert (deadline.elapsed, deadline.remaining_seconds) == (30.0, 30.0)
     deadline.require(30.0, "a play")
     with pytest.raises(OutOfTimeError, match="a play takes about 31 s, and 30 s are left"):
         deadline.require(31.0, "a play")

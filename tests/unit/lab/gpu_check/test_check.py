@@ -43,7 +43,7 @@ def launcher(folder: Path, command: str = "sleep 600") -> Callable[[str], Engine
 def test_an_engine_that_starts_longer_than_the_budget_is_out_of_time_and_ended(check: Check):
     check.deadline = Deadline(0.5)
     with pytest.raises(OutOfTimeError, match="plain had not started within the budget"):
-        check.only(PLAIN)
+        check.run_only(PLAIN)
     with pytest.raises(KeyError):
         check.engine(PLAIN)
 
@@ -53,12 +53,12 @@ def test_an_engine_that_dies_at_its_start_is_a_failure(
 ):
     monkeypatch.setattr(check, "_launch", launcher(tmp_path, "false"))
     with pytest.raises(EngineFailedError, match="ended with status 1"):
-        check.only(PLAIN)
+        check.run_only(PLAIN)
 
 
 def test_an_engine_that_has_died_is_noted_and_what_comes_next_begins(check: Check, tmp_path: Path):
-    check._keep(launcher(tmp_path, "true")(EXACT))
-    check.only()
+    check._register_engine(launcher(tmp_path, "true")(EXACT))
+    check.run_only()
     (loss,) = check.document["lost"][EXACT]
     assert loss["capability"] == "the engine"
     assert "is not answered" in loss["reason"]

@@ -21,7 +21,7 @@ def answer(*tokens: int, index: int = 4) -> Answer:
 
 
 def compared(
-    expected: Answer, found: Answer, best: Mapping[int, float]
+    expected: Answer, actual: Answer, best: Mapping[int, float]
 ) -> tuple[list[comparison.Difference], list[Sequence[int]]]:
     asked: list[Sequence[int]] = []
 
@@ -29,7 +29,7 @@ def compared(
         asked.append(context)
         return best
 
-    return comparison.differences("exact", [expected], [found], top_two, "dflash 3"), asked
+    return comparison.find_differences("exact", [expected], [actual], top_two, "dflash 3"), asked
 
 
 def test_equal_tokens_are_no_difference_and_nothing_is_asked():
@@ -50,8 +50,8 @@ def test_a_difference_is_rounding_between_the_two_best_tokens_of_a_near_tie_only
     (difference,), asked = compared(answer(5, 6, 7), answer(5, 9, 7), best)
     assert difference.verdict == verdict
     assert asked == [[1, 2, 5]]
-    found = (difference.prompt, difference.position, difference.expected, difference.found)
-    assert found == (4, 1, 6, 9)
+    facts = (difference.prompt, difference.position, difference.expected, difference.found)
+    assert facts == (4, 1, 6, 9)
     assert "prompt 4, position 1: expected token 6, found 9" in difference.sentence()
     assert "dflash 3" in difference.sentence()
 

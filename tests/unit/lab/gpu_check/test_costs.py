@@ -5,9 +5,9 @@ from pathlib import Path
 from lab.gpu_check.parts.costs import PartialTable, cost_table
 
 
-def write(path: Path, *cells: dict[str, object], at: int) -> None:
+def write(path: Path, *cells: dict[str, object], modified_ns: int) -> None:
     path.write_text(json.dumps({"cells": cells}))
-    os.utime(path, ns=(at, at))
+    os.utime(path, ns=(modified_ns, modified_ns))
 
 
 def cell(gamma: int, seconds: list[float], context: str = "grid") -> dict[str, object]:
@@ -21,11 +21,11 @@ def test_cells_are_read_as_they_are_measured(tmp_path: Path):
     path = tmp_path / "partial.json"
     table = PartialTable(path)
     assert table.new_cells() == []
-    write(path, cell(0, [0.1, 0.3, 0.2]), cell(1, [0.5]), cell(0, [9.0] * 3, "long"), at=1)
-    (found,) = table.new_cells()
-    assert (found["gamma"], found["step_seconds"], found["steps"]) == (0, 0.2, 3)
+    write(path, cell(0, [0.1, 0.3, 0.2]), cell(1, [0.5]), cell(0, [9.0] * 3, "long"), modified_ns=1)
+    (table_cell,) = table.new_cells()
+    assert (table_cell["gamma"], table_cell["step_seconds"], table_cell["steps"]) == (0, 0.2, 3)
     assert table.new_cells() == []  # nothing was added
-    write(path, cell(0, [0.1, 0.3, 0.2]), cell(1, [0.5] * 3), at=2)
+    write(path, cell(0, [0.1, 0.3, 0.2]), cell(1, [0.5] * 3), modified_ns=2)
     assert [one["gamma"] for one in table.new_cells()] == [0, 1]
 
 

@@ -36,8 +36,8 @@ def option(parts: list[str], name: str) -> str:
 def test_the_engines_differ_in_speculation_and_in_memory_alone(setting: EngineSetting):
     def without_memory(policy: str) -> list[str]:
         parts = command(policy, setting, 1)
-        at = parts.index("--mem-fraction-static")
-        return parts[:at] + parts[at + 2 :]
+        index = parts.index("--mem-fraction-static")
+        return parts[:index] + parts[index + 2 :]
 
     plain = without_memory(OFF)
     assert not [part for part in plain if "speculative" in part]
@@ -53,8 +53,8 @@ def test_engines_that_are_compared_have_equal_pools_and_graphs(setting: EngineSe
         str(QWEN3_8B.pair_pool_tokens)
     }
     for parts in commands:
-        at = parts.index("--cuda-graph-bs-decode")
-        assert parts[at + 1 : at + 4] == ["1", "8", "128"]
+        index = parts.index("--cuda-graph-bs-decode")
+        assert parts[index + 1 : index + 4] == ["1", "8", "128"]
 
 
 def test_two_engines_fit_the_memory_of_one_gpu(setting: EngineSetting):
@@ -93,8 +93,8 @@ def test_the_steered_engine_has_both_drafters(setting: EngineSetting):
 
 
 def test_draft_lengths_with_a_limit_have_fewer_graphs():
-    whole = engines.captures(STEERED, QWEN3_8B, (1, 8, 128))
-    limited = engines.captures(STEERED, replace(QWEN3_8B, graph_limits="15:8"), (1, 8, 128))
+    whole = engines.count_captures(STEERED, QWEN3_8B, (1, 8, 128))
+    limited = engines.count_captures(STEERED, replace(QWEN3_8B, graph_limits="15:8"), (1, 8, 128))
     assert whole - limited == 3  # verification, further drafts, reading
 
 

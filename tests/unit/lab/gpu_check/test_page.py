@@ -72,10 +72,10 @@ FOUND: dict[str, Any] = {
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    found = copy.deepcopy(FOUND)
+    results = copy.deepcopy(FOUND)
     for name, change in parts.items():
-        found[name] |= change
-    return found
+        results[name] |= change
+    return results
 
 
 def test_a_check_that_passed_is_verdicts_counts_and_figures():
@@ -109,36 +109,36 @@ def test_a_check_that_passed_is_verdicts_counts_and_figures():
 
 
 def test_a_check_of_one_part_has_a_page():
-    found = {name: FOUND[name] for name in ("shape", "device", "scale", "acceptance", "seconds",
+    results = {name: FOUND[name] for name in ("shape", "device", "scale", "acceptance", "seconds",
                                             "machine", "versions", "exact")}  # fmt: skip
-    text = page.markdown(found)
+    text = page.markdown(results)
     assert "| exact | passed |" in text
     assert "graphs" not in text
 
 
 def test_what_was_left_out_and_what_stopped_it_is_said():
-    found = changed()
-    found |= {"left_out": {"arms": "takes about 400 s, and 90 s are left"}, "stopped": "SIGTERM"}
-    text = page.markdown(found)
+    results = changed()
+    results |= {"left_out": {"arms": "takes about 400 s, and 90 s are left"}, "stopped": "SIGTERM"}
+    text = page.markdown(results)
     assert "- arms: takes about 400 s" in text
     assert "stopped (SIGTERM)" in text
 
 
 def test_a_part_that_has_only_begun_has_a_page():
-    found = changed()
-    found["graphs"] = {
+    results = changed()
+    results["graphs"] = {
         key: FOUND["graphs"][key] for key in ("expected", "without_graphs", "prepared")
     }
-    found["arms"] = {"arms": [], "over": {}, "steered": FOUND["arms"]["steered"]}
-    text = page.markdown(found)
+    results["arms"] = {"arms": [], "over": {}, "steered": FOUND["arms"]["steered"]}
+    text = page.markdown(results)
     assert "0 of 0 steps eager" in text
     assert "not compared yet" in text
 
 
 def test_without_a_gpu_the_page_says_so():
-    found = changed() | {"device": "emulated CUDA"}
-    assert page.markdown(found).startswith("# GPU check: P (no GPU: emulated CUDA); SGLang 1")
-    assert "durations and speeds on this page mean nothing" in page.markdown(found)
+    results = changed() | {"device": "emulated CUDA"}
+    assert page.markdown(results).startswith("# GPU check: P (no GPU: emulated CUDA); SGLang 1")
+    assert "durations and speeds on this page mean nothing" in page.markdown(results)
     assert "mean nothing" not in page.markdown(FOUND)
 
 
@@ -151,16 +151,16 @@ def test_the_page_names_its_command_and_its_notation():
 
 def test_wrong_tokens_and_eager_steps_are_problems():
     wrong = [{"verdict": "WRONG", "sentence": "prompt 4"}] * 9
-    found = changed(exact={"wrong": 9, "differences": wrong})
-    found["graphs"]["arms"][0]["eager_steps"] = 1
-    text = page.markdown(found)
+    results = changed(exact={"wrong": 9, "differences": wrong})
+    results["graphs"]["arms"][0]["eager_steps"] = 1
+    text = page.markdown(results)
     assert "| exact | FAILED |" in text
     assert "| graphs | FAILED |" in text
     assert text.count("- prompt 4") == 8
     assert "and 2 more" in text
     assert "a tie" not in text
-    assert page.problems(found)[-1] == "eagle3 gamma 3: 1 of 9 steps ran without a graph"
-    assert page.wrong_tokens(found) == 9
+    assert page.problems(results)[-1] == "eagle3 gamma 3: 1 of 9 steps ran without a graph"
+    assert page.wrong_tokens(results) == 9
 
 
 @pytest.mark.parametrize(
@@ -176,30 +176,32 @@ def test_wrong_tokens_and_eager_steps_are_problems():
     ],
 )  # fmt: skip
 def test_a_drafter_that_does_not_learn_is_a_problem(change: dict[str, Any], problem: str):
-    found = changed(learning=change)
-    assert page.problems(found) == [problem]
-    assert "| learning | FAILED |" in page.markdown(found)
+    results = changed(learning=change)
+    assert page.problems(results) == [problem]
+    assert "| learning | FAILED |" in page.markdown(results)
 
 
 def test_what_the_plugin_gave_up_is_a_problem():
     lost = {"exact": [{"capability": "CAPABILITY_DRAFTER", "reason": "BFloat16 != float"}]}
-    found = changed() | {"lost": lost}
-    assert page.problems(found) == ["engine exact: CAPABILITY_DRAFTER was lost: BFloat16 != float"]
+    results = changed() | {"lost": lost}
+    assert page.problems(results) == [
+        "engine exact: CAPABILITY_DRAFTER was lost: BFloat16 != float"
+    ]
 
 
 def test_a_request_that_is_lost_without_the_sidecar_is_a_problem():
-    found = changed(outage={"lost": ["phase 'x' was played again"]})
-    assert page.problems(found) == ["without its sidecar, phase 'x' was played again"]
-    assert "| outage | FAILED |" in page.markdown(found)
+    results = changed(outage={"lost": ["phase 'x' was played again"]})
+    assert page.problems(results) == ["without its sidecar, phase 'x' was played again"]
+    assert "| outage | FAILED |" in page.markdown(results)
 
 
 def test_a_pass_without_any_graph_is_a_problem_where_graphs_are_expected():
-    found = changed(graphs={"without_graphs": ["draft_extend"]})
-    text = page.markdown(found)
+    results = changed(graphs={"without_graphs": ["draft_extend"]})
+    text = page.markdown(results)
     assert "| graphs | FAILED |" in text
     assert "no graphs at all for draft_extend; " in text
-    (problem,) = page.problems(found)
+    (problem,) = page.problems(results)
     assert "draft_extend" in problem
-    found["graphs"]["expected"] = False
-    assert "| graphs | no graphs |" in page.markdown(found)
-    assert page.problems(found) == []
+    results["graphs"]["expected"] = False
+    assert "| graphs | no graphs |" in page.markdown(results)
+    assert page.problems(results) == []

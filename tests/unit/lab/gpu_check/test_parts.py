@@ -4,7 +4,7 @@ from lab.gpu_check.parts import DEFAULT_PARTS, PARTS, UnknownPartError, parse_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "parts"),
+    ("listing", "parts"),
     [
         ("costs, exact", ("costs", "exact")),
         ("costs,arms,costs", ("costs", "arms")),
@@ -13,11 +13,11 @@ from lab.gpu_check.parts import DEFAULT_PARTS, PARTS, UnknownPartError, parse_pa
         (",".join(DEFAULT_PARTS), DEFAULT_PARTS),
     ],
 )
-def test_parts_run_in_the_order_in_which_they_are_named(given: str, parts: tuple[str, ...]):
-    assert parse_parts(given) == parts
+def test_parts_run_in_the_order_in_which_they_are_named(listing: str, parts: tuple[str, ...]):
+    assert parse_parts(listing) == parts
 
 
-@pytest.mark.parametrize("given", ["exact,graph", "all,x", "", ","])
-def test_an_unknown_or_no_part_is_refused(given: str):
+@pytest.mark.parametrize("listing", ["exact,graph", "all,x", "", ","])
+def test_an_unknown_or_no_part_is_refused(listing: str):
     with pytest.raises(UnknownPartError, match="choose from exact"):
-        parse_parts(given)
+        parse_parts(listing)

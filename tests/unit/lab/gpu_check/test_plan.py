@@ -85,11 +85,11 @@ def test_fewer_graph_sizes_make_the_plan_cheaper():
 
 def test_an_engine_that_runs_is_not_started_again():
     planner = Planner(QWEN3_8B, SCALES[-1], Device.GPU)
-    assert planner.only(STEERED).launches == 1
-    assert planner.only(STEERED, OFF).launches == 1
-    assert planner.only(STEERED, OFF) == Work()
-    assert planner.only(PLAIN).launches == 1
-    assert planner.only(STEERED).launches == 1
+    assert planner.count_starts(STEERED).launches == 1
+    assert planner.count_starts(STEERED, OFF).launches == 1
+    assert planner.count_starts(STEERED, OFF) == Work()
+    assert planner.count_starts(PLAIN).launches == 1
+    assert planner.count_starts(STEERED).launches == 1
 
 
 def test_a_table_is_measured_once():
@@ -117,8 +117,8 @@ def test_every_part_is_planned_and_priced():
         assert part.seconds > 0
 
 
-@pytest.mark.parametrize("given", ["129", "1,0", "1,x", "-1"])
-def test_graph_sizes_that_the_shape_does_not_have_are_refused(given: str):
+@pytest.mark.parametrize("sizes", ["129", "1,0", "1,x", "-1"])
+def test_graph_sizes_that_the_shape_does_not_have_are_refused(sizes: str):
     assert parse_sizes("16, 1,128", 128) == (1, 16, 128)
     with pytest.raises(ValueError, match="name batch sizes of 1 to 128"):
-        parse_sizes(given, 128)
+        parse_sizes(sizes, 128)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 
 from engine_shim.sglang.api.settings import load_settings
-from lab.gpu_check.parts.costs import fits, short_context
+from lab.gpu_check.parts.costs import fits_pool, short_context
 from lab.gpu_check.shapes import QWEN3_8B, SHAPES, Shape, UnknownShapeError, load_shape
 
 
@@ -54,7 +54,7 @@ def test_the_pool_of_each_of_two_engines_holds_every_load_and_the_short_table(sh
     most = max(load.concurrency * (load.prompt_tokens + load.new_tokens) for load in shape.loads)
     assert most <= shape.pair_pool_tokens <= shape.pool_tokens
     for pool in (shape.pool_tokens, shape.pair_pool_tokens):
-        assert fits(shape.max_batch, short_context(shape, pool), pool)
+        assert fits_pool(shape.max_batch, short_context(shape, pool), pool)
         assert short_context(shape, pool) >= shape.context_tokens / 2
 
 
@@ -62,7 +62,7 @@ def test_the_long_table_has_more_than_one_batch_size():
     sizes = [
         size
         for size in QWEN3_8B.batch_sizes
-        if fits(size, QWEN3_8B.long_context_tokens, QWEN3_8B.pool_tokens)
+        if fits_pool(size, QWEN3_8B.long_context_tokens, QWEN3_8B.pool_tokens)
     ]
     assert sizes == [1, 4, 8]
     assert QWEN3_8B.long_context_tokens >= 8192
@@ -75,9 +75,9 @@ def test_a_shape_may_be_a_file(tmp_path):
     assert load_shape("small").name == "small"
 
 
-@pytest.mark.parametrize("given", ["nothing", "missing.json", "broken.json"])
-def test_a_shape_that_cannot_be_read_is_refused(given: str, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shape_name", ["nothing", "missing.json", "broken.json"])
+def test_a_shape_that_cannot_be_read_is_refused(shape_name: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text('{"name": "x"}')
-    with pytest.raises(UnknownShapeError, match=given):
-        load_shape(given)
+    with pytest.raises(UnknownShapeError, match=shape_name):
+        load_shape(shape_name)

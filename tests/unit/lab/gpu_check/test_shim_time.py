@@ -32,11 +32,11 @@ def test_the_newest_plays_decode_steps_are_kept_by_batch_size(tmp_path: Path):
         assert times.around_run_batch(lambda *_: "result", None, one) == "result"
     assert not path.exists()
     assert times.around_idle(lambda _: "idle", None) == "idle"
-    assert shim_time.read(path) == {1: [1.0], 8: [2.0, 3.0]}
+    assert shim_time.read_times(path) == {1: [1.0], 8: [2.0, 3.0]}
     times.around_run_batch(lambda *_: None, None, batch(1))
     times.around_idle(lambda _: None, None)
     assert json.loads(path.read_text()) == {"1": [4.0]}
 
 
 def test_without_a_file_there_are_no_times(tmp_path: Path):
-    assert shim_time.read(tmp_path / "none") == {}
+    assert shim_time.read_times(tmp_path / "none") == {}

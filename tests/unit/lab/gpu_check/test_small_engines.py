@@ -53,7 +53,7 @@ def test_both_schedules_are_compared_where_sglang_has_them():
 
 def test_each_draft_length_has_its_graphs():
     """A verification and a reading pass for each length; further passes from two drafts on."""
-    assert small_engines.chain_captures((0, 1, 2, 3), 4) == 4 * (2 + 2 + 3 + 3)
+    assert small_engines.count_chain_captures((0, 1, 2, 3), 4) == 4 * (2 + 2 + 3 + 3)
 
 
 def test_every_drafter_and_every_mixture_is_among_the_arms():

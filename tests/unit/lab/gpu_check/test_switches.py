@@ -25,10 +25,10 @@ def test_a_change_costs_what_its_step_takes_more_than_the_arms_others():
         step(1, 0.0101, switched=True),
         step(3, 0.0203, switched=True),
     ]
-    found = switches.cost(reports, 8)
-    assert found["switches"] == 3
-    assert found["microseconds"] == pytest.approx(300.0, abs=0.5)
-    assert found["share"] == pytest.approx(0.015, abs=1e-3)
+    switch_cost = switches.switch_cost(reports, 8)
+    assert switch_cost["switches"] == 3
+    assert switch_cost["microseconds"] == pytest.approx(300.0, abs=0.5)
+    assert switch_cost["share"] == pytest.approx(0.015, abs=1e-3)
 
 
 def test_steps_of_another_batch_and_after_a_prefill_say_nothing():
@@ -39,7 +39,7 @@ def test_steps_of_another_batch_and_after_a_prefill_say_nothing():
         step(1, 0.5, batch_size=7, switched=True),
         step(5, 0.5, switched=True),  # of an arm with no other step
     ]
-    assert switches.cost(reports, 8) == {"switches": 0, "microseconds": 0.0, "share": 0.0}
+    assert switches.switch_cost(reports, 8) == {"switches": 0, "microseconds": 0.0, "share": 0.0}
 
 
 def test_the_pin_goes_round_and_each_arm_runs_four_steps():
@@ -63,5 +63,5 @@ def test_waking_is_priced_by_steps_into_drafting_alone():
         step(3, 0.0215, switched=True),
         step(0, 0.0500, switched=True),
     ]
-    found = switches.cost(reports, 8, into_drafting=True)
-    assert (found["switches"], found["microseconds"]) == (1, pytest.approx(1500.0))
+    switch_cost = switches.switch_cost(reports, 8, into_drafting=True)
+    assert (switch_cost["switches"], switch_cost["microseconds"]) == (1, pytest.approx(1500.0))

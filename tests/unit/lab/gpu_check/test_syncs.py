@@ -36,7 +36,7 @@ def test_a_warning_is_the_shims_where_the_shim_made_the_call(tmp_path: Path, mod
     syncs.switch_path(ledger).unlink()
     watch.step()
     assert modes == ["warn", "default"]
-    assert syncs.read(ledger) == {
+    assert syncs.read_ledger(ledger) == {
         "steps": 1,
         "shim": {"/x/engine_shim/sglang/hooks.py:2": 2},
         "others": {"/x/sglang/srt/managers/scheduler.py:2": 1},
@@ -56,7 +56,7 @@ def test_other_warnings_are_shown_as_before(
     warnings.warn("something else", stacklevel=1)
     assert [str(message) for message in shown] == ["something else"]
     assert not watch.shim
-    assert not watch.others
+    assert not watch.outside_shim
 
 
 def test_frames_inside_torch_are_passed_over():
@@ -67,4 +67,4 @@ def test_frames_inside_torch_are_passed_over():
 def test_without_its_variable_it_does_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(syncs.VARIABLE, raising=False)
     syncs.register()
-    assert syncs.read(Path("/nonexistent")) is None
+    assert syncs.read_ledger(Path("/nonexistent")) is None

@@ -8,8 +8,8 @@ def test_an_engine_knows_of_the_sidecar_what_it_is_told_and_no_more(tmp_path, mo
     monkeypatch.setenv("SPECULATION_SAFE_GAMMA", "1")
     code = "import os; print(sorted(k + v for k, v in os.environ.items() if 'SPECULATION' in k))"
     place = Workplace(tmp_path / "output", tmp_path / "scratch")
-    told = {"SPECULATION_SIDECAR": place.address}
-    engine = launch_engine("x", lambda _: [sys.executable, "-c", code], told, place)
+    environment = {"SPECULATION_SIDECAR": place.address}
+    engine = launch_engine("x", lambda _: [sys.executable, "-c", code], environment, place)
     with engine.child:
         engine.child.wait(120)
         assert engine.child.last_line() == f"['SPECULATION_SIDECAR{place.address}']"

@@ -153,7 +153,7 @@ async def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing
     with ClosingServer() as server:
         played = await play((phase("a", 8, 0, 16), phase("b", 2, 16, 6)), server.url)
     assert len(played.answers) == 22
-    assert played.lost == ()
+    assert played.lost_requests == ()
     assert server.reused == 0
 
 
@@ -162,7 +162,7 @@ async def test_a_phase_that_loses_a_request_is_played_again_and_says_so():
         # One client: with two, the server may read the second one's request after what follows it.
         played = await play((phase("a", 1, 0, 6), phase("b", 1, 6, 1)), server.url)
     assert [answer.request.index for answer in played.answers] == list(range(7))
-    (text,) = played.lost
+    (text,) = played.lost_requests
     assert "phase 'a' was played again: request " in text
     # What the lost attempt left is ended and forgotten before the next attempt begins.
     again = server.requests.index("/abort_request")

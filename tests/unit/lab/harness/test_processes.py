@@ -160,7 +160,11 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path, forked):
     assert all(is_alive(pid) for pid in pids)
     parent.kill()
     parent.wait()
-    eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
+    eventually(
+        lambda: not any(map(is_alive, pids)),
+        timeout_seconds=PATIENCE_SECONDS,
+        description="both end",
+    )
 
 
 def test_nothing_outlives_a_parent_that_leaves_it_behind(tmp_path):
@@ -169,7 +173,11 @@ def test_nothing_outlives_a_parent_that_leaves_it_behind(tmp_path):
     assert all(is_alive(pid) for pid in pids)
     (tmp_path / "go").touch()
     assert parent.wait(PATIENCE_SECONDS) == 0
-    eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
+    eventually(
+        lambda: not any(map(is_alive, pids)),
+        timeout_seconds=PATIENCE_SECONDS,
+        description="both end",
+    )
 
 
 def test_no_port_is_drawn_twice_before_it_is_listened_on():

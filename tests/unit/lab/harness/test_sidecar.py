@@ -10,7 +10,7 @@ import pytest
 from lab.harness import engines
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import SidecarHandle, decoded_rows, tokens_of
+from lab.harness.sidecar import SidecarHandle, count_decoded_rows, count_tokens
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 
@@ -95,7 +95,7 @@ def test_rows_that_had_ended_made_no_tokens():
             engine_pb2.RowGroup(drafter="eagle3", gamma=0, accepted_counts=[1], ended=True),
         ],
     )
-    assert (decoded_rows(report), tokens_of([report, report])) == (2, 10)
+    assert (count_decoded_rows(report), count_tokens([report, report])) == (2, 10)
 
 
 def gammas_of(sidecar: SidecarHandle) -> set[int]:
@@ -143,8 +143,8 @@ def test_a_step_makes_a_token_of_the_target_beside_the_accepted_drafts():
         engine_pb2.StepReport(accepted_counts=[2, 1, 0, 1]),
         engine_pb2.StepReport(accepted_counts=[3]),
     ]
-    assert tokens_of(reports) == (2 + 2 + 4) + 3
-    assert not tokens_of([])
+    assert count_tokens(reports) == (2 + 2 + 4) + 3
+    assert not count_tokens([])
 
 
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):

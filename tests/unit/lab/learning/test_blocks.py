@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.training.blocks import LLAMA
-from lab.learning.sd2 import CachedModel, accepted, answered
+from lab.learning.sd2 import CachedModel, generate_answers, mean_accepted_drafts
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
 from trainer.sd2 import Sd2Draft, Sd2Shape, greedy_chain
 
@@ -16,11 +16,11 @@ NARROW = replace(SHAPE, layers=2, hidden=16, mlp=24, head_dim=8)
 @pytest.fixture
 def draft() -> Sd2Draft:
     torch.manual_seed(3)
-    made = Sd2Draft(Sd2Shape(NARROW, SHAPE.hidden, LAYERS, LLAMA, tied=False))
+    sd2_draft = Sd2Draft(Sd2Shape(NARROW, SHAPE.hidden, LAYERS, LLAMA, tied=False))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in sd2_draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return made.eval()
+    return sd2_draft.eval()
 
 
 def prompts() -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_a_cut_cache_continues_as_if_run_at_once(draft: Sd2Draft) -> None:
 @torch.no_grad()
 def test_greedy_blocks_are_the_students_chains(draft: Sd2Draft) -> None:
     target = make_target()
-    answers = answered(target, LAYERS, prompts(), 62, 0.0, dice())
+    answers = generate_answers(target, LAYERS, prompts(), 62, 0.0, dice())
     assert torch.equal(target(answers.tokens)[:, 5:-1].argmax(-1), answers.tokens[:, 6:])
     # A drafter that is right now and then, as both end in the same few tokens.
     draft.decoder.lm_head.weight[:] = 0  # type: ignore[union-attr]
@@ -64,7 +64,9 @@ def test_greedy_blocks_are_the_students_chains(draft: Sd2Draft) -> None:
             counts.append((chain == truth).int().cumprod(1).sum(1).float())
         expected = float(torch.stack(counts).mean())
         assert 0 < expected < 4
-        assert accepted(draft, answers, 4, dice(), steered=steered) == pytest.approx(expected)
+        assert mean_accepted_drafts(draft, answers, 4, dice(), steered=steered) == pytest.approx(
+            expected
+        )
 
 
 @torch.no_grad()
@@ -72,11 +74,11 @@ def test_sampled_drafts_are_accepted_as_often_as_distributions_overlap(draft: Sd
     """The first draft of many blocks: the expected acceptance is the sum of the smaller shares."""
     target = make_target()
     many = prompts()[:1].expand(4000, -1)
-    answers = answered(target, LAYERS, many, 2, 1.0, dice())
-    found = accepted(draft, answers, 1, dice(), steered=True)
+    answers = generate_answers(target, LAYERS, many, 2, 1.0, dice())
+    acceptance_rate = mean_accepted_drafts(draft, answers, 1, dice(), steered=True)
     newest = 6
     g = draft.steering(answers.features[:, :newest])
     own = draft(answers.tokens[:, 1 : newest + 1], g)[:, -1].softmax(-1)
     theirs = target(answers.tokens[:, : newest + 1])[:, -1].softmax(-1)
     overlap = torch.minimum(own, theirs).sum(-1).mean()
-    assert found == pytest.approx(float(overlap), abs=0.02)
+    assert acceptance_rate == pytest.approx(float(overlap), abs=0.02)

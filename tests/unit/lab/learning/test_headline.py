@@ -12,8 +12,8 @@ from lab.learning.headline import (
     Headline,
     Paper,
     Verdict,
-    keep,
-    kept_results,
+    load_results,
+    store_result,
 )
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -49,8 +49,8 @@ def run(page: Path, results: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def test_a_kept_result_is_read_again_and_says_its_command(tmp_path: Path) -> None:
-    keep("tts-length", HEADLINE, 3, 12.34, tmp_path)
-    kept = kept_results(tmp_path)["tts-length"]
+    store_result("tts-length", HEADLINE, 3, 12.34, tmp_path)
+    kept = load_results(tmp_path)["tts-length"]
     assert kept.headline == HEADLINE
     assert kept.command == "python -m lab.learning tts-length --seeds 3"
     assert kept.seconds == 12.3
@@ -59,7 +59,7 @@ def test_a_kept_result_is_read_again_and_says_its_command(tmp_path: Path) -> Non
 def test_the_page_is_written_from_the_results_and_compared(tmp_path: Path) -> None:
     page, results = tmp_path / "learning.md", tmp_path / "results"
     page.write_text(PAGE)
-    keep("tts-length", HEADLINE, 3, 12.34, results)
+    store_result("tts-length", HEADLINE, 3, 12.34, results)
     assert run(page, results, "--check").returncode == 1
     assert not run(page, results).returncode
     text = page.read_text()
@@ -76,11 +76,11 @@ def test_what_no_paper_has_measured_is_not_said_to_reproduce(tmp_path: Path) -> 
     page, results = tmp_path / "learning.md", tmp_path / "results"
     page.write_text(PAGE)
     for name in OWN_CLAIMS:
-        keep(name, HEADLINE, 3, 12.34, results)
+        store_result(name, HEADLINE, 3, 12.34, results)
     assert not run(page, results).returncode
     assert "**It holds here in part.** The gain grows" in page.read_text()
     assert "reproduces in part" not in page.read_text()
-    said = headline.page(
+    markdown = headline.page(
         {
             "tts-choice": asdict(HEADLINE),
             "machine": {"processor": "a processor", "cores": 2},
@@ -88,4 +88,4 @@ def test_what_no_paper_has_measured_is_not_said_to_reproduce(tmp_path: Path) -> 
             "command": ["python"],
         }
     )
-    assert "It holds here in part." in said
+    assert "It holds here in part." in markdown

@@ -1,7 +1,7 @@
 """What a play on the paced engine comes to; no engine."""
 
 from lab.cpu_engine.pace.step_log import LoggedStep
-from lab.learning.engines_at_work import StreamPlay
+from lab.learning.engines import StreamPlay
 
 
 def step(tokens: int, seconds: float, gamma: int = 3) -> LoggedStep:

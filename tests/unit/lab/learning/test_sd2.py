@@ -41,10 +41,10 @@ def cells(**rows: tuple[float, float, float, float]) -> Cells:
     ],
 )
 def test_temperature(steered: tuple[float, float, float, float], verdict: Verdict) -> None:
-    found = cells(
+    cell_values = cells(
         **{PRETRAINED: (1.0, 1.2, 1.0, 1.2), DISTILLED: (2.0, 1.0, 0.6, 1.0), STEERED: steered}
     )
-    judged, because = judge_temperature(found)
+    judged, because = judge_temperature(cell_values)
     assert judged is verdict
     assert "below the pretrained one in 3 of them" in because
 
@@ -60,13 +60,15 @@ def test_temperature(steered: tuple[float, float, float, float], verdict: Verdic
 )
 def test_frozen(alone: float, steered: float, verdict: Verdict) -> None:
     values = {PRETRAINED: 1.0, "alone": alone, STEERED: steered}
-    found = cells(**{name: (value,) * 4 for name, value in values.items()})
-    assert judge_frozen(found)[0] is verdict
+    cell_values = cells(**{name: (value,) * 4 for name, value in values.items()})
+    assert judge_frozen(cell_values)[0] is verdict
 
 
 def test_frozen_asks_every_cell() -> None:
-    found = cells(**{PRETRAINED: (1.0,) * 4, "alone": (1.5,) * 4, STEERED: (3.0, 1.4, 3.0, 1.4)})
-    judged, because = judge_frozen(found)
+    cell_values = cells(
+        **{PRETRAINED: (1.0,) * 4, "alone": (1.5,) * 4, STEERED: (3.0, 1.4, 3.0, 1.4)}
+    )
+    judged, because = judge_frozen(cell_values)
     assert judged is Verdict.PARTLY
     assert "more in 2 of 4 cells" in because
 
@@ -76,5 +78,5 @@ def test_frozen_asks_every_cell() -> None:
     [(0.97, Verdict.REPRODUCES), (1.04, Verdict.PARTLY), (0.9, Verdict.NOT), (1.1, Verdict.NOT)],
 )
 def test_offsets(blocks: float, verdict: Verdict) -> None:
-    found = cells(**{STEERED: (1.0,) * 4, "blocks": (blocks,) * 4})
-    assert judge_offsets(found)[0] is verdict
+    cell_values = cells(**{STEERED: (1.0,) * 4, "blocks": (blocks,) * 4})
+    assert judge_offsets(cell_values)[0] is verdict

@@ -39,8 +39,8 @@ WITHOUT_EFFECT = figures({0: 100.0, 5: 130.0, 1: 90.0}, {0: 2.0, 5: 1.9, 1: 1.8}
 def test_the_best_stride_has_to_beat_both_ends_clearly(
     first: dict[int, StrideFigures], second: dict[int, StrideFigures], verdict: Verdict
 ) -> None:
-    found = strides_headline({1.0: first, 4.0: second}, PLAIN, same_tokens=True)
-    assert found.verdict is verdict
+    headline = strides_headline({1.0: first, 4.0: second}, PLAIN, same_tokens=True)
+    assert headline.verdict is verdict
 
 
 def halves(first: float, second: float) -> Halves:
@@ -54,22 +54,22 @@ def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half() -> N
         "online:5": [halves(6.0, 4.0)],
         OWN: [halves(8.0, 3.0)],
     }
-    found = choice_headline({"learnable": stream})
-    row = found.facts["learnable"]
+    headline = choice_headline({"learnable": stream})
+    row = headline.facts["learnable"]
     assert row["best fixed"] == "online:5"
     assert row["tokens/s"]["online:5"]["median"] == 400.0
     assert row["chosen over best fixed"]["repeats"] == [round(10 / 11, 4)]
     assert row["chosen over off"]["median"] == round(16 / 11, 4)
     assert row["chosen over best fixed, second half"]["median"] == round(4 / 3, 4)
-    assert found.verdict is Verdict.NOT
-    assert found.because == "It falls short on: learnable."
-    assert found.rows[0][:2] == ("learnable", "5")
+    assert headline.verdict is Verdict.NOT
+    assert headline.because == "It falls short on: learnable."
+    assert headline.rows[0][:2] == ("learnable", "5")
 
 
 def test_a_choice_has_to_reach_the_bar_on_every_stream() -> None:
     good = {"off": [halves(2.0, 2.0)], OWN: [halves(2.0, 2.1)]}
     bad = {"off": [halves(2.0, 2.0)], OWN: [halves(2.0, 2.2)]}
     assert choice_headline({"a": good}).verdict is Verdict.REPRODUCES
-    found = choice_headline({"a": good, "b": bad})
-    assert found.verdict is Verdict.PARTLY
-    assert found.because == "It falls short on: b."
+    headline = choice_headline({"a": good, "b": bad})
+    assert headline.verdict is Verdict.PARTLY
+    assert headline.because == "It falls short on: b."

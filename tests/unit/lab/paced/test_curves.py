@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from lab.paced.curves import curves_of_file, replayed, survival
+from lab.paced.curves import read_curves, replay_request, survival
 from lab.paced.traffic import CLASSES, own_curves, published_curves
-from simulator.curves import conditional
+from simulator.curves import conditional_curve
 from simulator.errors import InvalidInputError
 
 
@@ -26,7 +26,7 @@ def recorded(tmp_path):
 def test_a_request_is_replayed_from_where_the_last_step_ended():
     accepted = np.array([2, 9, 9, 0, 20, 5, 5, 5, 5, 5, 5, 5, 5, 1], dtype=np.uint8)
     # Steps begin at 0, 3, 4 and, 8 drafts and a bonus token on, at 13.
-    assert replayed(accepted).tolist() == [2, 0, 8, 1]
+    assert replay_request(accepted).tolist() == [2, 0, 8, 1]
 
 
 def test_survival_counts_the_steps_that_accepted_so_many():
@@ -34,23 +34,23 @@ def test_survival_counts_the_steps_that_accepted_so_many():
 
 
 def test_the_tenths_accept_least_and_most(recorded):
-    found = curves_of_file(recorded)
-    assert found["eagle", "least"] == [0.0] * 8
-    assert found["eagle", "most"] == [1.0] * 8
+    curves = read_curves(recorded)
+    assert curves["eagle", "least"] == [0.0] * 8
+    assert curves["eagle", "most"] == [1.0] * 8
     # 24 positions take request i ceil(24 / (min(i, 8) + 1)) steps.
     steps = [-(-24 // (min(i, 8) + 1)) for i in range(10)]
-    assert found["eagle", "all"] == [round(sum(steps[k:]) / sum(steps), 3) for k in range(1, 9)]
+    assert curves["eagle", "all"] == [round(sum(steps[k:]) / sum(steps), 3) for k in range(1, 9)]
 
 
 def test_every_class_has_a_curve_that_the_engine_can_draw_from():
-    found = own_curves()
+    curves = own_curves()
     for name, traffic in CLASSES.items():
-        assert found[name]["eagle3"] == conditional(traffic.survival)
+        assert curves[name]["eagle3"] == conditional_curve(traffic.survival)
         assert traffic.source
 
 
 def test_published_curves_go_by_the_engines_names():
-    found = published_curves("b200-qwen3.6-35b-a3b")["published"]
-    assert set(found) == {"eagle3", "dflash"}
+    curves = published_curves("b200-qwen3.6-35b-a3b")["published"]
+    assert set(curves) == {"eagle3", "dflash"}
     with pytest.raises(InvalidInputError, match="no acceptance was published with it"):
         published_curves("tide-qwen3-235b")

@@ -4,7 +4,7 @@ import pytest
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.lost_time import compute
+from lab.paced.lost_time import compute_oracle
 from lab.paced.traffic import (
     DAY,
     DAY_SEED,
@@ -35,8 +35,8 @@ def test_the_simulator_is_given_the_very_draws_of_the_engine():
             assert length == request.new_tokens - 1
             assert pool.context_tokens[i] == len(request.prompt) + 1
             assert pool.label_names[pool.labels[i]] == request.domain
-            given = pool.accepted["eagle3"][begin : begin + length].tolist()
-            assert given == [drawn.at(request.rid, "eagle3", p) for p in range(length)]
+            draws = pool.accepted["eagle3"][begin : begin + length].tolist()
+            assert draws == [drawn.accepted_at(request.rid, "eagle3", p) for p in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_the_simulator_is_given_the_very_draws_of_the_engine():
 )
 def test_no_static_arm_is_the_best_one_all_day(plans, seed, least):
     stream = build_stream("day", plans, seed)
-    found = compute(stream, own_curves(), load_step_costs(H100, GAMMAS))
-    assert found.gain >= least
-    assert len(set(found.arms)) >= 3
-    assert len(found.arms) == len(plans) == len(found.oracle.phases)
-    assert found.oracle.rate > max(static.rate for static in found.statics.values())
+    oracle = compute_oracle(stream, own_curves(), load_step_costs(H100, GAMMAS))
+    assert oracle.gain >= least
+    assert len(set(oracle.arms)) >= 3
+    assert len(oracle.arms) == len(plans) == len(oracle.oracle.phases)
+    assert oracle.oracle.rate > max(static.rate for static in oracle.statics.values())

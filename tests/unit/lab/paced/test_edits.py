@@ -30,8 +30,8 @@ def played(policy: str, seconds: float, *steps: LoggedStep, wrong: bool = False)
         if wrong and request.index == 5:
             tokens[3] = 8
         answers.append(Answer(request, tuple(tokens), 0, 0, seconds * DILATION))
-    found = Play((PhasePlay(STREAM.phases[0], tuple(answers), 0.0, seconds * DILATION),))
-    return StreamPlay(policy, STREAM, DILATION, found, LogPart(steps or (step(),), (), 0))
+    timed_play = Play((PhasePlay(STREAM.phases[0], tuple(answers), 0.0, seconds * DILATION),))
+    return StreamPlay(policy, STREAM, DILATION, timed_play, LogPart(steps or (step(),), (), 0))
 
 
 OUTCOME = EditsOutcome(
@@ -51,12 +51,12 @@ def test_the_best_single_arm_is_the_fastest_one_of_those_that_ran() -> None:
 
 
 def test_an_answer_with_another_token_than_plain_decodings_is_counted() -> None:
-    assert (OUTCOME.compared, OUTCOME.differing) == (8 * 5, 1)
+    assert (OUTCOME.compared_answers, OUTCOME.differing_answers) == (8 * 5, 1)
 
 
 def test_steps_are_named_by_what_drafted() -> None:
     assert shares(OUTCOME.steered[0]) == {"eagle3+ngram 3": 0.5, "ngram 5": 0.5}
-    assert shares(OUTCOME.off) == {"off": 1.0}
+    assert shares(OUTCOME.plain_play) == {"off": 1.0}
 
 
 def test_a_stream_has_all_edits_once_before_any_comes_again() -> None:

@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from lab.paced.engines import ADAPTIVE, OFF, STEERED, speculation_flags, static
+from lab.paced.engines import ADAPTIVE, OFF, STEERED, speculation_flags, static_policy
 
 DRAFT = Path("models/draft")
-POLICIES = (OFF, static(2), ADAPTIVE, STEERED)
+POLICIES = (OFF, static_policy(2), ADAPTIVE, STEERED)
 
 
 def test_off_knows_nothing_of_speculation():
@@ -11,7 +11,7 @@ def test_off_knows_nothing_of_speculation():
 
 
 def test_static_has_one_draft_length_and_no_controller():
-    flags = speculation_flags(static(5), DRAFT)
+    flags = speculation_flags(static_policy(5), DRAFT)
     assert flags[flags.index("--speculative-num-steps") + 1] == "5"
     assert flags[flags.index("--speculative-num-draft-tokens") + 1] == "6"
     assert "--speculative-adaptive" not in flags

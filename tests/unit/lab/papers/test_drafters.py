@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from controller.core.cost.roofline import Overlap, device
+from controller.core.cost.roofline import Overlap, device_from_data_sheet
 from lab.papers.drafters import crossover, goodput, reproduce_drafters
 from simulator import published, published_qwen
 
@@ -16,7 +16,7 @@ def grid(factor=1.0):
     """A grid file's content with the roofline's own goodput, times a factor."""
     drafters = {}
     for name in published_qwen.DRAFTERS:
-        rows = (factor * goodput(name, device("B200"), Overlap.STEP)).tolist()
+        rows = (factor * goodput(name, device_from_data_sheet("B200"), Overlap.STEP)).tolist()
         drafters[name] = {
             "nospec": {"goodput": rows[0]},
             "fixed": [{"gamma": g, "goodput": row} for g, row in enumerate(rows) if g > 0],
@@ -50,7 +50,7 @@ def test_the_best_draft_lengths_are_the_published_ones_but_for_one_tie():
     [(1, 1394.1), (16, 4292.2), (256, 25788.1), (2048, 103603.5)],
 )
 def test_plain_goodput_is_within_a_percent_of_the_published(concurrency, plain):
-    ours = goodput("mtp", device("B200"), Overlap.STEP)[0]
+    ours = goodput("mtp", device_from_data_sheet("B200"), Overlap.STEP)[0]
     assert ours[published_qwen.CONCURRENCIES.index(concurrency)] == pytest.approx(plain, rel=0.01)
 
 
@@ -80,9 +80,9 @@ def test_an_overhead_a_pass_makes_serial_drafts_shallower_at_a_large_batch():
 
 
 def test_the_surface_of_the_same_name_prices_the_same_steps():
-    surface = published.surface("b200-qwen3.6-35b-a3b")
+    surface = published.published_surface("b200-qwen3.6-35b-a3b")
     for i, arm in enumerate(surface.arms):
-        rate = goodput(arm.drafter, device("B200"), Overlap.STEP)[arm.gamma]
+        rate = goodput(arm.drafter, device_from_data_sheet("B200"), Overlap.STEP)[arm.gamma]
         tokens = 1 + published_qwen.expected_accepted(arm.drafter, arm.gamma)
         batch = np.array(published_qwen.CONCURRENCIES)
         np.testing.assert_allclose(batch * tokens / surface.seconds[i, batch], rate, rtol=1e-12)
@@ -93,4 +93,4 @@ def test_a_grid_of_the_same_goodput_is_met_exactly(tmp_path):
     assert envelope.errors is not None
     assert envelope.errors.cells == 12 * (9 + 17)
     assert envelope.errors.largest == pytest.approx(0, abs=1e-12)
-    assert [point.kept for point in envelope.points] == [1.0] * 12
+    assert [point.kept_share for point in envelope.points] == [1.0] * 12

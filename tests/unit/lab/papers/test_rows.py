@@ -8,21 +8,23 @@ from typer.testing import CliRunner
 from lab.papers.__main__ import app
 from lab.papers.rows import in_pieces
 from simulator.acceptance_trace import AcceptanceTrace
-from simulator.copying import Copying
+from simulator.copying import CopyingSource
 
 
 def write(path, requests=24, output=120):
     lengths = np.full(requests, output, dtype=np.int64)
-    pool = Copying("", copied=0.6).pool(np.random.default_rng(0), requests, lengths, lengths)
+    pool = CopyingSource("", copied=0.6).pool(np.random.default_rng(0), requests, lengths, lengths)
     lines = [
         {
             "prompt_token_ids": list(range(9)),
             **{
-                f"acc_{name}": {"acc_len": (values[at : at + output].astype(int) + 1).tolist()}
+                f"acc_{name}": {
+                    "acc_len": (values[offset : offset + output].astype(int) + 1).tolist()
+                }
                 for name, values in pool.accepted.items()
             },
         }
-        for at in pool.offsets.tolist()
+        for offset in pool.offsets.tolist()
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -12,11 +12,11 @@ from lab.papers.stride_simulation import (
     TABLE_7,
     TABLE_8,
     Stream,
-    aligned,
+    aligned_stream,
     alpha_of,
-    compute_bound,
-    in_hindsight,
+    compute_bound_stream,
     play,
+    play_fixed_stride,
     streams_of_table_3,
     streams_of_table_7,
 )
@@ -69,7 +69,7 @@ def test_an_update_costs_the_same_at_every_stride(stream: Stream):
 
 @pytest.mark.parametrize("stride", [0, 20, 5, 1])
 def test_a_fixed_stride_earns_what_the_table_says(stride: int):
-    (earned,) = in_hindsight([LARGE[0]], stride, seed=1)
+    (earned,) = play_fixed_stride([LARGE[0]], stride, seed=1)
     length = earned.tokens / LARGE[0].rounds
     assert length == pytest.approx(LARGE[0].lengths[stride], rel=0.04)
     seconds = earned.seconds / LARGE[0].rounds
@@ -77,19 +77,19 @@ def test_a_fixed_stride_earns_what_the_table_says(stride: int):
 
 
 def test_where_nothing_is_gained_off_is_the_best_stride():
-    for stream in (aligned(LARGE[0]), compute_bound(SMALL[0])):
-        earned = {s: in_hindsight([short(stream)], s, 1)[0].tokens_per_second for s in STRIDES}
+    for stream in (aligned_stream(LARGE[0]), compute_bound_stream(SMALL[0])):
+        earned = {s: play_fixed_stride([short(stream)], s, 1)[0].tokens_per_second for s in STRIDES}
         assert max(earned, key=lambda stride: earned[stride]) == 0
 
 
 def test_the_core_finds_out_that_updates_pay():
     stream = short(LARGE[1], 6)
-    (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
+    (ours,), (off,) = play([stream], 1), play_fixed_stride([stream], 0, 1)
     assert ours.tokens_per_second > 1.15 * off.tokens_per_second
     assert sum(ours.rounds.values()) == stream.rounds
 
 
 def test_the_core_leaves_an_aligned_drafter_alone():
-    stream = short(aligned(SMALL[0]))
-    (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
+    stream = short(aligned_stream(SMALL[0]))
+    (ours,), (off,) = play([stream], 1), play_fixed_stride([stream], 0, 1)
     assert ours.tokens_per_second > 0.97 * off.tokens_per_second

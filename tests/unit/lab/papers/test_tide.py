@@ -33,7 +33,7 @@ def thresholds(model):
     st.integers(1, 8),
 )
 def test_eq_5_is_the_direct_ratio_of_tokens_per_second(name, batch, gamma):
-    surface = published.surface(name, [gamma], max_batch_size=128, extrapolate=True)
+    surface = published.published_surface(name, [gamma], max_batch_size=128, extrapolate=True)
     plain, deep = (surface.seconds[surface.arms.index(Arm("eagle3", g)), batch] for g in (0, gamma))
     point = speedup_point(name, TIDE_MODELS[name], batch, gamma)
     for alpha, speedup in zip(ALPHAS, point.speedups, strict=True):

@@ -100,8 +100,8 @@ def projection() -> list[float]:
     table_qk_norm_rope_(
         written, POSITIONS, weights[0], weights[1], table, queries, keys, DIMENSION, 1e-6
     )
-    found: list[float] = written.float().cpu().flatten().tolist()
-    return found
+    projected_values: list[float] = written.float().cpu().flatten().tolist()
+    return projected_values
 
 
 def written_by_kernels() -> list[list[float]]:
@@ -116,7 +116,7 @@ in_torch = written_by_kernels()
 for kernel in ("_fused_norm_rope_kernel_stacked", "_table_qk_norm_rope_kernel"):
     del triton_kernels._IN_TORCH[kernel]
 interpreted = written_by_kernels()
-found = {
+report = {
     "in_torch": in_torch,
     "interpreted": interpreted,
     "name": torch.cuda.get_device_name(),
@@ -144,4 +144,4 @@ found = {
     "float32_norm": error_of(lambda: sgl_kernel.rmsnorm(norm, norm[0])),
     "bfloat16_norm": error_of(lambda: sgl_kernel.rmsnorm(norm.bfloat16(), norm[0].bfloat16())),
 }
-print(json.dumps(found))
+print(json.dumps(report))

@@ -64,11 +64,11 @@ def main() -> None:
         "verify 2": (ForwardMode.TARGET_VERIFY, 2),
     }
     passes |= {"extend": (ForwardMode.EXTEND, 1), "follow": (ForwardMode.DRAFT_EXTEND_V2, 1)}
-    found = {}
+    kernel_names = {}
     for name, (mode, width) in passes.items():
         attend(backend, ForwardMode.TARGET_VERIFY, 1)
-        found[name] = attend(backend, mode, width)
-    Path(sys.argv[2]).write_text(json.dumps(found))
+        kernel_names[name] = attend(backend, mode, width)
+    Path(sys.argv[2]).write_text(json.dumps(kernel_names))
 
 
 if __name__ == "__main__":

@@ -244,6 +244,8 @@ def test_frequencies_turn_with_time_height_or_width(interleaved: bool, axes: lis
     assert all(map(torch.equal, turned, expected))
     # The same position in all three is that of a text.
     text = query.clone(), key.clone()
-    at = torch.tensor([5, 7])
-    multimodal_rotary_embedding_cpu(at, *text, 16, cache, [2, 1, 1], interleaved, True)
-    assert all(map(torch.equal, text, rotary_embedding_cpu(at, query, key, 16, cache, True)))
+    token_positions = torch.tensor([5, 7])
+    multimodal_rotary_embedding_cpu(token_positions, *text, 16, cache, [2, 1, 1], interleaved, True)
+    assert all(
+        map(torch.equal, text, rotary_embedding_cpu(token_positions, query, key, 16, cache, True))
+    )

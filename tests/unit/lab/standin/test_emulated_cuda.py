@@ -17,7 +17,7 @@ _PROBE = Path(__file__).with_name("emulated_cuda_probe.py")
 
 
 @cache
-def found() -> dict[str, Any]:
+def read_report() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(_PROBE)],
         env=emulated_cuda_env(os.environ),
@@ -31,7 +31,7 @@ def found() -> dict[str, Any]:
 
 
 def test_nobody_takes_it_for_a_gpu() -> None:
-    assert "emulated" in found()["name"]
+    assert "emulated" in read_report()["name"]
     listed = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
         env=emulated_cuda_env(os.environ),
@@ -43,27 +43,27 @@ def test_nobody_takes_it_for_a_gpu() -> None:
 
 
 def test_it_has_the_capability_of_an_h100() -> None:
-    assert found()["capability"] == [9, 0]
+    assert read_report()["capability"] == [9, 0]
 
 
 def test_tensors_know_where_they_are() -> None:
-    assert found()["devices"] == ["cuda:0", "cuda:0", "cuda:0", "cpu", "cpu"]
-    assert found()["parameter"] == "cuda:0"
-    assert found()["copy_is_a_copy"]
+    assert read_report()["devices"] == ["cuda:0", "cuda:0", "cuda:0", "cpu", "cpu"]
+    assert read_report()["parameter"] == "cuda:0"
+    assert read_report()["copy_is_a_copy"]
 
 
 def test_memory_is_counted() -> None:
-    assert found()["taken"] == 1 << 20
-    assert found()["given_back"]
+    assert read_report()["taken"] == 1 << 20
+    assert read_report()["given_back"]
 
 
 def test_what_a_gpu_cannot_reach_is_refused() -> None:
-    assert "Expected all tensors to be on the same device" in found()["mixture"]
-    assert "can't convert cuda:0 device type tensor to numpy" in found()["numpy"]
+    assert "Expected all tensors to be on the same device" in read_report()["mixture"]
+    assert "can't convert cuda:0 device type tensor to numpy" in read_report()["numpy"]
 
 
 def test_waits_are_warned_of_and_nothing_else() -> None:
-    assert found()["warnings"] == {
+    assert read_report()["warnings"] == {
         "item": 1, "list": 1, "blocking": 1, "mask": 1, "stream": 1,
         "host item": 0, "pinned": 0, "add": 0,
     }  # fmt: skip
@@ -71,22 +71,22 @@ def test_waits_are_warned_of_and_nothing_else() -> None:
 
 def test_a_graph_replays_the_devices_work_alone() -> None:
     # The capture itself computes, which no GPU does.
-    before, after = found()["replayed"]
+    before, after = read_report()["replayed"]
     assert after == before + 2
-    assert found()["host_work"] == 1
+    assert read_report()["host_work"] == 1
 
 
 def test_a_capture_refuses_a_wait() -> None:
-    assert "operation not permitted when stream is capturing" in found()["capture"]
+    assert "operation not permitted when stream is capturing" in read_report()["capture"]
 
 
 def test_the_library_normalises_halves_only() -> None:
-    assert "failed to dispatch data type Float" in found()["float32_norm"]
-    assert found()["bfloat16_norm"] == "none"
+    assert "failed to dispatch data type Float" in read_report()["float32_norm"]
+    assert read_report()["bfloat16_norm"] == "none"
 
 
 def test_kernels_in_torch_write_what_the_interpreted_ones_write() -> None:
-    *wide, halves = zip(found()["in_torch"], found()["interpreted"], strict=True)
+    *wide, halves = zip(read_report()["in_torch"], read_report()["interpreted"], strict=True)
     assert len(wide) == 4
     for written, interpreted in wide:
         assert written == pytest.approx(interpreted, rel=1e-4, abs=1e-5)

@@ -70,13 +70,13 @@ def test_experts_are_chosen_within_the_best_groups() -> None:
 def test_a_token_is_the_weighted_sum_of_its_experts() -> None:
     x, w1, w2 = draw(TOKENS, SIZE), draw(EXPERTS, 2 * HIDDEN, SIZE), draw(EXPERTS, SIZE, HIDDEN)
     weights, ids = topk_softmax_cpu(x, draw(TOKENS, EXPERTS), TOPK, True)
-    found = run_experts(x, weights, ids, w1, w2)
+    outputs = run_experts(x, weights, ids, w1, w2)
     for token in range(TOKENS):
         expected = sum(
             weight.double() * expert(x[token], w1[e], w2[e])
             for weight, e in zip(weights[token], ids[token].tolist(), strict=True)
         )
-        torch.testing.assert_close(found[token].double(), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(outputs[token].double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_token_has_the_same_bits_in_any_company() -> None:
@@ -92,9 +92,9 @@ def test_an_expert_of_all_tokens_is_added() -> None:
     x, w1, w2 = draw(TOKENS, SIZE), draw(2 * HIDDEN, SIZE), draw(SIZE, HIDDEN)
     routed = draw(TOKENS, SIZE, seed=1)
     none = [False, False, False, None, None, None, True]
-    found = shared_expert_cpu(x, w1, w2, routed, 2.5, *none)
+    outputs = shared_expert_cpu(x, w1, w2, routed, 2.5, *none)
     expected = torch.stack([expert(row, w1, w2) for row in x]) + 2.5 * routed.double()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(outputs.double(), expected, rtol=1e-4, atol=1e-3)
     gate = draw(1, SIZE)
     gated = fused_linear_sigmoid_mul(x, gate, None, True, routed)
     expected = (x.double() @ gate.double().T).sigmoid() * routed.double()

@@ -13,27 +13,27 @@ from torch import Tensor
 
 
 def captured(work: Callable[[], object]) -> tuple[Graph, object]:
-    made = Graph()
-    with graph.capture(made), torch.no_grad():
+    new_graph = Graph()
+    with graph.capture(new_graph), torch.no_grad():
         output = work()
-    return made, output
+    return new_graph, output
 
 
 def test_a_replay_reads_its_inputs_again() -> None:
-    given = torch.tensor([1.0, 2.0])
-    made, output = captured(lambda: torch.relu(given * 2 + 1))
+    inputs = torch.tensor([1.0, 2.0])
+    recorded_graph, output = captured(lambda: torch.relu(inputs * 2 + 1))
     assert isinstance(output, Tensor)
-    given.copy_(torch.tensor([5.0, -7.0]))
-    made.replay()
+    inputs.copy_(torch.tensor([5.0, -7.0]))
+    recorded_graph.replay()
     assert output.tolist() == [11.0, 0.0]
 
 
 def test_a_replay_writes_in_place_where_the_capture_did() -> None:
-    cache, at, row = torch.zeros(4, 2), torch.tensor([1]), torch.ones(1, 2)
-    made, _ = captured(lambda: cache.index_put_((at,), row))
+    cache, positions, row = torch.zeros(4, 2), torch.tensor([1]), torch.ones(1, 2)
+    recorded_graph, _ = captured(lambda: cache.index_put_((positions,), row))
     cache.zero_()
-    at.fill_(3)
-    made.replay()
+    positions.fill_(3)
+    recorded_graph.replay()
     assert cache.sum(1).tolist() == [0.0, 0.0, 0.0, 2.0]
 
 
@@ -43,17 +43,17 @@ def test_a_replay_sees_no_scalar_and_no_buffer_that_changed() -> None:
         buffer = torch.ones(2)
 
     captured_buffer = Owner.buffer
-    made, output = captured(lambda: Owner.buffer * Owner.scale)
+    recorded_graph, output = captured(lambda: Owner.buffer * Owner.scale)
     assert isinstance(output, Tensor)
     Owner.scale, Owner.buffer = 100.0, torch.full((2,), 9.0)
-    made.replay()
+    recorded_graph.replay()
     assert output.tolist() == [2.0, 2.0]
     assert captured_buffer.tolist() == [1.0, 1.0]
 
 
-def masked_assignment(given: Tensor, at: Tensor) -> Tensor:
-    written = given.clone()
-    written[at == 0] = 5
+def masked_assignment(inputs: Tensor, positions: Tensor) -> Tensor:
+    written = inputs.clone()
+    written[positions == 0] = 5
     return written
 
 
@@ -67,74 +67,74 @@ def masked_assignment(given: Tensor, at: Tensor) -> Tensor:
 )
 def test_a_number_is_part_of_the_graph(work: Callable[[Tensor, Tensor], Tensor]) -> None:
     """A kernel takes it by value, so it does not matter that its tensor is gone."""
-    given, at = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2])
-    made, output = captured(lambda: work(given, at))
+    inputs, positions = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2])
+    recorded_graph, output = captured(lambda: work(inputs, positions))
     assert isinstance(output, Tensor)
     for first in (4.0, 6.0):
-        given[2] = first
-        at.copy_(torch.tensor([1, 0, 1]))
-        made.replay()
+        inputs[2] = first
+        positions.copy_(torch.tensor([1, 0, 1]))
+        recorded_graph.replay()
         assert output.tolist() == [1.0, 5.0, first]
 
 
 @pytest.mark.parametrize("offset_in_source", [False, True])
 def test_rows_are_copied_to_or_from_where_the_device_says(offset_in_source: bool) -> None:
-    of, to = torch.arange(12.0).view(6, 2), torch.zeros(5, 2)
+    source, to = torch.arange(12.0).view(6, 2), torch.zeros(5, 2)
     offset, count = torch.tensor(0), torch.tensor(5)
-    made, _ = captured(lambda: copy_rows(to, of, 0, offset, count, offset_in_source))
+    recorded_graph, _ = captured(lambda: copy_rows(to, source, 0, offset, count, offset_in_source))
     to.fill_(-1)
     offset.fill_(2)
     count.fill_(3)
-    made.replay()
+    recorded_graph.replay()
     kept = torch.full((2, 2), -1.0)
-    expected = [of[2:5], kept] if offset_in_source else [kept, of[:3]]
+    expected = [source[2:5], kept] if offset_in_source else [kept, source[:3]]
     assert torch.equal(to, torch.cat(expected))
 
 
 def test_an_operator_of_the_stand_in_is_one_node() -> None:
-    given = torch.randn(2, 8)
-    made, output = captured(lambda: silu_and_mul_cpu(given))
+    inputs = torch.randn(2, 8)
+    recorded_graph, output = captured(lambda: silu_and_mul_cpu(inputs))
     assert isinstance(output, Tensor)
-    assert made._recording is not None
-    assert [node.name for node in made._recording.nodes] == ["silu_and_mul_cpu"]
-    given.copy_(torch.randn(2, 8))
-    made.replay()
-    assert torch.equal(output, silu_and_mul_cpu(given))
+    assert recorded_graph._recording is not None
+    assert [node.name for node in recorded_graph._recording.nodes] == ["silu_and_mul_cpu"]
+    inputs.copy_(torch.randn(2, 8))
+    recorded_graph.replay()
+    assert torch.equal(output, silu_and_mul_cpu(inputs))
 
 
 def test_views_of_a_result_are_written_with_it() -> None:
-    given = torch.ones(4)
+    inputs = torch.ones(4)
 
     def work() -> tuple[Tensor, Tensor]:
-        doubled = given * 2
+        doubled = inputs * 2
         return doubled.view(2, 2)[1], doubled
 
-    made, output = captured(work)
+    recorded_graph, output = captured(work)
     assert isinstance(output, tuple)
-    given.fill_(3.0)
-    made.replay()
+    inputs.fill_(3.0)
+    recorded_graph.replay()
     assert output[0].tolist() == [6.0, 6.0]
 
 
 def test_what_nobody_holds_is_overwritten_after_a_replay() -> None:
-    given, seen = torch.ones(2), []
+    inputs, seen = torch.ones(2), []
 
     def work() -> Tensor:
-        between = given + 1
+        between = inputs + 1
         # The address alone: as of memory that a graph's pool has given away.
         seen.append((between.untyped_storage(), between.storage_offset()))
         return between * 2
 
-    made, output = captured(work)
+    recorded_graph, output = captured(work)
     address = seen.pop()[0].data_ptr()
     assert isinstance(output, Tensor)
-    made.replay()
+    recorded_graph.replay()
     assert output.tolist() == [4.0, 4.0]
-    assert made._intermediates is not None
-    [between] = made._intermediates
+    assert recorded_graph._intermediates is not None
+    [between] = recorded_graph._intermediates
     assert between.data_ptr() == address
     assert between.isnan().all()
-    made.replay()
+    recorded_graph.replay()
     assert output.tolist() == [4.0, 4.0]
 
 
@@ -160,32 +160,32 @@ def test_what_nobody_holds_is_overwritten_after_a_replay() -> None:
     ],
 )
 def test_what_would_wait_for_the_device_is_refused(waits: Callable[[Tensor], object]) -> None:
-    given = torch.ones(3)
+    inputs = torch.ones(3)
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        captured(lambda: waits(given))
+        captured(lambda: waits(inputs))
     # A failed capture leaves nothing behind.
     assert not graph.is_capturing()
-    captured(lambda: given * 2)
+    captured(lambda: inputs * 2)
 
 
 def test_a_mask_may_select_where_one_value_is_written() -> None:
-    given = torch.tensor([1.0, -1.0])
+    values = torch.tensor([1.0, -1.0])
 
     def work() -> None:
-        given[given < 0] = 0.0
+        values[values < 0] = 0.0
 
     captured(work)
-    assert waiting_reason(Tensor.__setitem__, (given, given < 0, 0.0), {}) is None
-    assert waiting_reason(Tensor.__setitem__, (given, given < 0, given), {}) is not None
+    assert waiting_reason(Tensor.__setitem__, (values, values < 0, 0.0), {}) is None
+    assert waiting_reason(Tensor.__setitem__, (values, values < 0, values), {}) is not None
 
 
 def test_an_input_that_was_freed_is_found() -> None:
     owner = [torch.ones(2)]
-    made, _ = captured(lambda: owner[0] * 2)
-    made.replay()
+    recorded_graph, _ = captured(lambda: owner[0] * 2)
+    recorded_graph.replay()
     owner.clear()
     with pytest.raises(GraphMemoryError, match=r"shape \[2\].*was freed"):
-        made.replay()
+        recorded_graph.replay()
 
 
 def test_another_graph_does_not_keep_an_input() -> None:
@@ -193,27 +193,27 @@ def test_another_graph_does_not_keep_an_input() -> None:
     first, _ = captured(lambda: owner[0] * 2)
     second, _ = captured(lambda: owner[0] * 3)
     owner.clear()
-    for made in (first, second):
+    for captured_graph in (first, second):
         with pytest.raises(GraphMemoryError, match="was freed"):
-            made.replay()
+            captured_graph.replay()
 
 
 def test_an_input_that_was_moved_is_found() -> None:
-    given = torch.ones(2)
-    made, _ = captured(lambda: given * 2)
-    given.resize_(1_000_000)
+    inputs = torch.ones(2)
+    recorded_graph, _ = captured(lambda: inputs * 2)
+    inputs.resize_(1_000_000)
     with pytest.raises(GraphMemoryError, match="was moved"):
-        made.replay()
+        recorded_graph.replay()
 
 
 def test_a_graph_that_was_reset_keeps_nothing() -> None:
     owner = [torch.ones(2)]
-    made, _ = captured(lambda: owner[0] * 2)
+    recorded_graph, _ = captured(lambda: owner[0] * 2)
     other, _ = captured(lambda: owner[0] * 3)
-    made.replay()
-    made.reset()
+    recorded_graph.replay()
+    recorded_graph.reset()
     with pytest.raises(CaptureError, match="never captured"):
-        made.replay()
+        recorded_graph.replay()
     other.replay()
     owner.clear()
     with pytest.raises(GraphMemoryError):
@@ -221,9 +221,9 @@ def test_a_graph_that_was_reset_keeps_nothing() -> None:
 
 
 def test_captures_do_not_nest_and_a_capture_holds_no_replay() -> None:
-    given = torch.ones(2)
-    made, _ = captured(lambda: given * 2)
+    inputs = torch.ones(2)
+    recorded_graph, _ = captured(lambda: inputs * 2)
     with pytest.raises(CaptureError, match="inside another"):
-        captured(lambda: captured(lambda: given))
+        captured(lambda: captured(lambda: inputs))
     with pytest.raises(CaptureError, match="inside a capture"):
-        captured(made.replay)
+        captured(recorded_graph.replay)

@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> transfer.SideStream:
     late.install(3, monkeypatch.setattr)
-    found = transfer.side_stream(CPU)
-    assert found is not None
-    return found
+    side_stream = transfer.make_side_stream(CPU)
+    assert side_stream is not None
+    return side_stream
 
 
 def test_a_copy_happens_when_it_was_asked_for_often_enough(side: transfer.SideStream) -> None:

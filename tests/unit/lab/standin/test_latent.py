@@ -17,8 +17,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def near(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)
+def near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ def test_a_prompt_attends_with_keys_and_values_of_its_own() -> None:
     lengths = torch.tensor([4, 3])
     query, key = draw(TOKENS, HEADS, 16), draw(TOKENS, HEADS, 16, seed=1)
     value = draw(TOKENS, HEADS, 8)
-    found = extend(query, key, value, lengths, lengths)
+    outputs = extend(query, key, value, lengths, lengths)
     for rows in (slice(0, 4), slice(4, 7)):
         scores = 0.3 * torch.einsum("qhd,khd->hqk", query[rows], key[rows])
         scores += torch.full(scores.shape[1:], float("-inf")).triu(1)
-        near(found[rows], torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[rows]))
+        near(outputs[rows], torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[rows]))
     with pytest.raises(NotImplementedError, match="prefix"):
         extend(query, key, value, lengths + 2, lengths)

@@ -10,10 +10,10 @@ from cpu_graphs.recorder import Recording
 from torch.utils._pytree import tree_leaves
 
 from engine_shim.sglang.drafters import lookup
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH, TokenHistory
+from engine_shim.sglang.drafters.lookup import MIN_MATCH_TOKENS, TokenHistory
 from engine_shim.sglang.drafters.row_choice import RowChoice
 from speculation.v1.plan_pb2 import MixtureRule
-from tests.support.looking_up import Request, looked_up
+from tests.support.prompt_lookup import Request, look_up
 
 WIDTH = 320
 # It always prefers a lookup that has found something.
@@ -22,7 +22,7 @@ RULE = MixtureRule(
     gamma=4,
     main_expected=0.0,
     free_expected=[1.0],
-    least_match=LEAST_MATCH,
+    least_match=MIN_MATCH_TOKENS,
     ratio_weight=0.1,
 )
 # What a lookup of 64 requests with 8,192 tokens each may launch, and touch, on the device.
@@ -49,16 +49,16 @@ def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_i
     rows, newest = torch.tensor([0, 4, 6]), torch.zeros(3, dtype=torch.int64)
     main, known = torch.zeros((3, 4), dtype=torch.int64), torch.ones(3, dtype=torch.int64)
     verified = torch.zeros((3, 5), dtype=torch.int64)
-    rule = choice.rule((RULE,), "mixture", 4)
+    rule = choice.find_rule((RULE,), "mixture", 4)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         free = history.propose(rows, newest, 4, [WIDTH - 1] * 3)
         tokens, drafted = choice.choose(rows, main, free, rule, is_mixed=True)
-        return tokens, choice.learn(drafted, verified, known)
+        return tokens, choice.observe(drafted, verified, known)
 
     step()
-    made = Graph()
-    with graph.capture(made), torch.no_grad():
+    recorded_graph = Graph()
+    with graph.capture(recorded_graph), torch.no_grad():
         tokens, outcome = step()
     for _ in range(5):
         texts = [[choose.randrange(4) for _ in range(choose.randint(5, 200))] for _ in range(3)]
@@ -69,8 +69,8 @@ def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_i
             ]
         )
         newest.copy_(torch.tensor([len(text) - 1 for text in texts]))
-        made.replay()
-        expected = [looked_up(text, 4) for text in texts]
+        recorded_graph.replay()
+        expected = [look_up(text, 4) for text in texts]
         assert outcome[:, 1].tolist() == [match for match, _ in expected]
         for row, (match, drafts) in enumerate(expected):
             assert tokens[row].tolist() == (drafts if match else [0] * 4)
@@ -93,7 +93,7 @@ def test_one_long_request_does_not_have_all_others_searched_as_far(
 ) -> None:
     batch, long, short = 64, 8192, 200
     # Two rows of the long one's width at once.
-    monkeypatch.setattr(lookup, "_WORK_BYTES", 2 * 40 * long)
+    monkeypatch.setattr(lookup, "_MAX_SEARCH_BYTES", 2 * 40 * long)
     history = TokenHistory(batch, long + 16, 1000, "cpu")
     furthest = [short] * batch
     furthest[17] = long - 1
@@ -103,4 +103,4 @@ def test_one_long_request_does_not_have_all_others_searched_as_far(
     assert len(recording.nodes) <= 2 * KERNELS_MOST + 10
     # Each search is counted with the whole buffer, of which it reads its rows.
     searched = BYTES_A_TOKEN_MOST * (2 * long + batch * 256)
-    assert moved_by(recording) <= searched + 2 * history.bytes
+    assert moved_by(recording) <= searched + 2 * history.device_bytes

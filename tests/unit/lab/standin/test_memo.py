@@ -15,11 +15,11 @@ class Counted:
 
     def __init__(self) -> None:
         self.memo: Memo[Snapshot] = Memo()
-        self.made = 0
+        self.calls = 0
 
     def get(self, table: Tensor, small: Tensor | None, options: tuple[int, ...] = ()) -> Snapshot:
         def make() -> Snapshot:
-            self.made += 1
+            self.calls += 1
             return table.tolist(), None if small is None else small.tolist(), options
 
         answer: Snapshot = self.memo.get(table, (small,), options, make)
@@ -30,7 +30,7 @@ def test_equal_inputs_are_answered_without_asking_again() -> None:
     counted, table = Counted(), torch.arange(3)
     first = counted.get(table, torch.tensor([1]), (2,))
     assert counted.get(table, torch.tensor([1]), (2,)) is first
-    assert counted.made == 1
+    assert counted.calls == 1
 
 
 CHANGES = {
@@ -50,14 +50,14 @@ def test_a_change_in_place_is_seen(change: str, mode: type[torch.no_grad]) -> No
     with mode():
         CHANGES[change](table, small)
         assert counted.get(table, small) == (table.tolist(), small.tolist(), ())
-    assert counted.made == 2
+    assert counted.calls == 2
 
 
 def test_another_table_with_the_same_numbers_is_another_table() -> None:
     counted, small = Counted(), torch.tensor([1])
     counted.get(torch.arange(3), small)
     counted.get(torch.arange(3), small)
-    assert counted.made == 2
+    assert counted.calls == 2
 
 
 def test_inputs_of_other_shape_dtype_or_absence_are_not_the_same() -> None:
@@ -69,7 +69,7 @@ def test_inputs_of_other_shape_dtype_or_absence_are_not_the_same() -> None:
         None,
     ):
         counted.get(table, small)
-    assert counted.made == 4
+    assert counted.calls == 4
 
 
 def test_a_table_without_version_counter_is_never_remembered() -> None:
@@ -80,7 +80,7 @@ def test_a_table_without_version_counter_is_never_remembered() -> None:
         table.add_(1)
         assert counted.get(table, small)[0] == [1, 2, 3]
         counted.get(table, small)
-    assert counted.made == 3
+    assert counted.calls == 3
 
 
 @given(st.lists(st.sampled_from([*CHANGES, "nothing", "option"]), max_size=12))

@@ -25,15 +25,16 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def near(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+def near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A whole sequence ``[d, tokens]`` from its beginning."""
     padded = torch.cat((torch.zeros(len(x), WIDTH - 1), x), -1).double()
     rows = [
-        (padded[:, at : at + WIDTH] * weight.double()).sum(-1) + bias for at in range(x.shape[1])
+        (padded[:, offset : offset + WIDTH] * weight.double()).sum(-1) + bias
+        for offset in range(x.shape[1])
     ]
     out = torch.stack(rows, -1)
     return out * out.sigmoid()
@@ -99,13 +100,15 @@ def reference(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs ``[tokens, heads, d_v]`` and the last state of a sequence from its beginning."""
     x = {name: part.double() for name, part in x.items()}
     state, rows = torch.zeros(HEADS, D_V, D_K, dtype=torch.float64), []
-    for at in range(x["a"].shape[0]):
+    for position in range(x["a"].shape[0]):
         for head in range(HEADS):
-            q, k = (x[n][0, at, head // (HEADS // KEY_HEADS)] for n in "qk")
+            q, k = (x[n][0, position, head // (HEADS // KEY_HEADS)] for n in "qk")
             q, k = q / (q @ q + 1e-6).sqrt() / D_K**0.5, k / (k @ k + 1e-6).sqrt()
-            gate = (x["a"][at, head] + DT_BIAS[head].double()).exp().log1p()
+            gate = (x["a"][position, head] + DT_BIAS[head].double()).exp().log1p()
             state[head] *= (-A_LOG[head].double().exp() * gate).exp()
-            change = x["b"][at, head].sigmoid() * (x["v"][0, at, head] - state[head] @ k)
+            change = x["b"][position, head].sigmoid() * (
+                x["v"][0, position, head] - state[head] @ k
+            )
             state[head] += change[:, None] * k[None]
             rows.append(state[head] @ q)
     return torch.stack(rows).view(-1, HEADS, D_V), state
@@ -192,9 +195,9 @@ def test_projections_are_split_in_both_orders() -> None:
     shared = fused_qkvzba_split_reshape_cat_cpu(
         grouped.reshape(3, -1), gates.reshape(3, -1), *sizes
     )
-    for found in (plain, shared):
-        assert torch.equal(found[0], torch.cat(flat[:3], -1))
-        assert all(map(torch.equal, found[1:], (parts["z"], b, a)))
+    for projections in (plain, shared):
+        assert torch.equal(projections[0], torch.cat(flat[:3], -1))
+        assert all(map(torch.equal, projections[1:], (parts["z"], b, a)))
 
 
 def test_gates_multiply() -> None:
@@ -211,7 +214,7 @@ def test_a_head_holds_its_query_and_its_gate() -> None:
     q, gate, k = draw(5, 3, 8), draw(5, 3, 8, seed=1), draw(5, 8)
     weights = draw(8), draw(8, seed=1)
     both = torch.cat((q, gate), -1).reshape(5, -1)
-    found = fused_qk_gemma_rmsnorm_with_gate_cpu(both, k, *weights, 1e-6, 8, 3)
-    assert torch.equal(found[0], gemma_rmsnorm_cpu(q.reshape(-1, 8), weights[0], 1e-6))
-    assert torch.equal(found[1], gemma_rmsnorm_cpu(k, weights[1], 1e-6))
-    assert torch.equal(found[2], gate.reshape(-1, 8))
+    outputs = fused_qk_gemma_rmsnorm_with_gate_cpu(both, k, *weights, 1e-6, 8, 3)
+    assert torch.equal(outputs[0], gemma_rmsnorm_cpu(q.reshape(-1, 8), weights[0], 1e-6))
+    assert torch.equal(outputs[1], gemma_rmsnorm_cpu(k, weights[1], 1e-6))
+    assert torch.equal(outputs[2], gate.reshape(-1, 8))

@@ -68,8 +68,8 @@ THIRD = torch.tensor([0.125, 0.25, 0.25, 0.375])
 def shares(tokens: list[int]) -> list[float]:
     """Of each token among them."""
     counts = np.bincount(tokens, minlength=4)
-    found: list[float] = (counts / len(tokens)).tolist()
-    return found
+    frequencies: list[float] = (counts / len(tokens)).tolist()
+    return frequencies
 
 
 @pytest.mark.parametrize(("draft", "eighths_left"), [(0, 4), (1, 6), (2, 7), (3, 7)])
@@ -171,19 +171,19 @@ def test_trees_are_walked_as_the_reference_walks_them(data: st.DataObject) -> No
 )
 def test_top_k_keeps_the_likeliest_and_their_equals(k: int, expected: list[int] | None) -> None:
     probs = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1, 0.0]])
-    found = top_k_renorm_prob(probs, torch.tensor([k], dtype=torch.int32))
+    kept_probs = top_k_renorm_prob(probs, torch.tensor([k], dtype=torch.int32))
     kept = range(6) if expected is None else [*expected, *([4] if k == 4 else [])]
     reference = np.zeros(6)
     reference[list(kept)] = probs[0, list(kept)] / probs[0, list(kept)].sum()
-    assert found[0].tolist() == pytest.approx(reference.tolist())
+    assert kept_probs[0].tolist() == pytest.approx(reference.tolist())
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.95, 1.0]))
 def test_top_p_keeps_the_fewest_that_make_up_p(seed: int, p: float) -> None:
     rng = np.random.default_rng(seed)
     probs = rng.dirichlet(np.full(20, 0.5), size=3)
-    found = top_p_renorm_prob(torch.tensor(probs), torch.full((3,), p, dtype=torch.float64))
-    for row, kept in zip(probs, found.numpy(), strict=True):
+    kept_probs = top_p_renorm_prob(torch.tensor(probs), torch.full((3,), p, dtype=torch.float64))
+    for row, kept in zip(probs, kept_probs.numpy(), strict=True):
         order = np.argsort(-row)
         sums = list(itertools.accumulate(row[order]))
         count = next(n for n, total in enumerate(sums, start=1) if total >= p or n == len(row))

@@ -17,9 +17,9 @@ def run_as(path: str, source: str) -> Callable[..., object]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(source)
     exec(compile(source, path, "exec"), names)
-    found = names["f"]
-    assert callable(found)
-    return found
+    function = names["f"]
+    assert callable(function)
+    return function
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_a_line_of_the_plugin_that_waits_is_named(body: str, reason: str, tmp_pa
     path = tmp_path / "engine_shim/sglang/module.py"
     function = run_as(str(path), f"def f(x):\n    {body}\n")
     ledger = tmp_path / "found.json"
-    with Synchronisations(str(ledger)) as found:
+    with Synchronisations(str(ledger)) as waits:
         for _ in range(3):
             function(torch.ones(1, dtype=torch.int64))
     if not reason:
-        assert not found.found
+        assert not waits.counts
         return
-    [(entry, count)] = found.found.items()
+    [(entry, count)] = waits.counts.items()
     assert reason in entry
     assert entry.startswith("module.py f: ")
     assert count == 3
@@ -64,15 +64,15 @@ def test_waits_of_sglang_are_its_own_but_in_passes_that_the_plugin_adds(tmp_path
     pair = shim(torch.ones(1))
     assert isinstance(pair, tuple)
     around, extra = pair
-    with Synchronisations(str(tmp_path / "found.json")) as found:
+    with Synchronisations(str(tmp_path / "found.json")) as waits:
         around(sglang)
-        assert not found.found
+        assert not waits.counts
         extra(sglang)
-    assert "worker.py:2" in next(iter(found.found))
+    assert "worker.py:2" in next(iter(waits.counts))
 
 
 def test_lists_go_to_the_device_without_a_wait(tmp_path: Path) -> None:
-    with Synchronisations(str(tmp_path / "found.json")) as found:
+    with Synchronisations(str(tmp_path / "found.json")) as waits:
         assert to_device([3, 1], "cpu").tolist() == [3, 1]
         assert to_device([3], "cpu", torch.int32).dtype == torch.int32
-    assert not [entry for entry in found.found if "transfer.py" in entry]
+    assert not [entry for entry in waits.counts if "transfer.py" in entry]

@@ -110,6 +110,6 @@ def test_the_profile_says_how_it_was_made(monkeypatch: pytest.MonkeyPatch):
     run("one.json", "costs.csv")
     monkeypatch.setattr("sys.argv", ["controller", "convert", "costs.csv", "a b.json"])
     assert run("costs.csv", "again.json", "--like", "one.json").exit_code == 0
-    made = json.loads(Path("again.json").read_text())
-    assert made["command"] == "controller convert costs.csv 'a b.json'"
-    assert made["measured_at"] == ""
+    profile = json.loads(Path("again.json").read_text())
+    assert profile["command"] == "controller convert costs.csv 'a b.json'"
+    assert profile["measured_at"] == ""

@@ -77,15 +77,15 @@ def test_arrivals_and_named_policies():
 def test_equal_seeds_give_equal_results():
     arguments = ("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--concurrency", "4",
                  *QUICK, "--policy", "controller,tide", "--seed", "9")  # fmt: skip
-    found = []
+    results = []
     for name in ("a.json", "b.json"):
         assert run(*arguments, "--json", name).exit_code == 0
         scenarios = json.loads(Path(name).read_text())["scenarios"]
         for scenario in scenarios:
             for policy in scenario["policies"]:
                 del policy["decision_microseconds"]
-        found.append(scenarios)
-    assert found[0] == found[1]
+        results.append(scenarios)
+    assert results[0] == results[1]
 
 
 def test_a_published_cost_and_a_part_of_the_suite():

@@ -5,22 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.comparison.contestants import statics
+from simulator.comparison.contestants import static_factories
 from simulator.comparison.oracle import (
     BestArm,
     SegmentSchedule,
     best_by_segment,
-    clairvoyants,
-    oracle_candidates,
+    clairvoyant_factories,
+    oracle_factories,
     segment_classes,
 )
 from simulator.comparison.run import run_seed
 from simulator.comparison.truth import Truth
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 from simulator.engine import EngineOptions, simulate
 from simulator.policy import Situation
 from simulator.results import PolicyOrigin
-from simulator.sources import ClosedSource, Mixture, OpenSource, PhaseSpec, lengths
+from simulator.sources import ClosedSource, KindMixture, OpenSource, PhaseSpec, draw_lengths
 from simulator.workload import PhaseStart
 from tests.unit.simulator.small import GAMMAS, scenario, surface
 
@@ -32,7 +32,7 @@ def situation(segment=0, kv=0, running=(1,), catch_up=(0.0, 0.0)):
 
 
 def chosen(policy, batch_size=4, **there):
-    policy.enter(situation(**there))
+    policy.set_situation(situation(**there))
     return policy.surface_arm(policy.choose(batch_size, 0.0).arm)
 
 
@@ -78,11 +78,11 @@ def test_only_one_drafter_drafts_when_only_one_may():
 
 def test_an_awake_drafter_is_kept_in_step_and_its_price_is_known():
     policy = BestArm(surface(), replace(FREE, warm_factor=9.0), expected(0.1), asleep=False)
-    policy.enter(situation())
+    policy.set_situation(situation())
     choice = policy.choose(4, 0.0)
     assert surface().arms[choice.arm].gamma > 0
     cheap = BestArm(surface(), FREE, expected(0.0), asleep=False)
-    cheap.enter(situation())
+    cheap.set_situation(situation())
     assert (cheap.choose(4, 0.0).arm, cheap.choose(4, 0.0).asleep) == (0, False)
 
 
@@ -110,7 +110,7 @@ def test_a_patient_policy_counts_what_the_drafter_has_to_catch_up_on():
 def test_a_schedule_runs_the_arm_of_its_segment():
     schedule = SegmentSchedule([2, 0])
     for segment, arm in ((0, 2), (1, 0), (5, 0)):
-        schedule.enter(situation(segment))
+        schedule.set_situation(situation(segment))
         assert schedule.choose(4, 0.0).arm == arm
 
 
@@ -123,7 +123,7 @@ def test_equal_phases_have_one_arm_however_their_luck_differs():
     classes = segment_classes(loop)
     assert classes == [0, 1] * 10
     runs = [simulate(loop, one.surface, make(), one.options, 0)
-            for make in statics(one.surface).values()]  # fmt: skip
+            for make in static_factories(one.surface).values()]  # fmt: skip
     best = best_by_segment(runs, classes)
     assert best == best[:2] * 10
     assert GAMMAS[best[0]] > GAMMAS[best[1]] == 0
@@ -131,16 +131,16 @@ def test_equal_phases_have_one_arm_however_their_luck_differs():
 
 
 def test_without_prices_only_what_differs_is_run():
-    assert list(clairvoyants(surface(), FREE, expected(0.5))) == ["best arm"]
+    assert list(clairvoyant_factories(surface(), FREE, expected(0.5))) == ["best arm"]
     costs = surface(("mtp", "dflash"), catch_up=1e-5)
     both = np.hstack([expected(0.5), expected(0.5)])
     assert {"only mtp", "only dflash", "awake", "patience 1"} <= set(
-        clairvoyants(costs, FREE, both)
+        clairvoyant_factories(costs, FREE, both)
     )
 
 
 def _kinds():
-    return [Curves(f"a{a}", {"mtp": [a] * 8}) for a in (0.95, 0.6, 0.05)]
+    return [IndependentCurves(f"a{a}", {"mtp": [a] * 8}) for a in (0.95, 0.6, 0.05)]
 
 
 def _draining():
@@ -154,19 +154,19 @@ def _arrivals():
     rng = np.random.default_rng(3)
     times = np.sort(np.concatenate([2 * k + 2 * rng.random(n) for k, n in enumerate((4, 40) * 8)]))
     requests = len(times)
-    mixed = Mixture("mixed", tuple(_kinds()), (0.3, 0.4, 0.3))
-    contexts, outputs = lengths(rng, requests, 300.0), lengths(rng, requests, 120.0)
+    mixed = KindMixture("mixed", tuple(_kinds()), (0.3, 0.4, 0.3))
+    contexts, outputs = draw_lengths(rng, requests, 300.0), draw_lengths(rng, requests, 120.0)
     return OpenSource(mixed, times - times[0], contexts, outputs, 32, 4.0)
 
 
 def _conversations():
-    mixed = Mixture("mixed", tuple(_kinds()), (0.3, 0.4, 0.3))
+    mixed = KindMixture("mixed", tuple(_kinds()), (0.3, 0.4, 0.3))
     return ClosedSource((PhaseSpec("", mixed, 1, 12_000),))
 
 
 def _drafters():
-    first = Curves("first", {"mtp": [0.85] * 8, "dflash": [0.3] * 8})
-    second = Curves("second", {"mtp": [0.2] * 8, "dflash": [0.8] * 8})
+    first = IndependentCurves("first", {"mtp": [0.85] * 8, "dflash": [0.3] * 8})
+    second = IndependentCurves("second", {"mtp": [0.2] * 8, "dflash": [0.8] * 8})
     turns = [PhaseSpec("", (first, second)[i % 2], 4, 400, PhaseStart.CHANGED) for i in range(14)]
     return ClosedSource(tuple(turns))
 
@@ -195,11 +195,11 @@ def test_nobody_is_better_than_the_oracle_by_more_than_luck(name):
     """
     above: dict[str, float] = {}
     for seed in (0, 1):
-        found = run_seed(SCENARIOS[name], seed)
-        runs = {run.name: run.score for run in found.runs}
+        seed_result = run_seed(SCENARIOS[name], seed)
+        runs = {run.name: run.score for run in seed_result.runs}
         best = runs.get("oracle-by-request", runs["oracle"])
         assert ("oracle-by-request" in runs) == (name in {"arrivals", "conversations"})
-        fixed = [run.score for run in found.runs if run.origin is PolicyOrigin.STATIC]
+        fixed = [run.score for run in seed_result.runs if run.origin is PolicyOrigin.STATIC]
         assert max(fixed) <= runs["oracle"] <= best
         for policy, score in runs.items():
             above[policy] = above.get(policy, 1.0) * score / best
@@ -210,8 +210,8 @@ def test_knowing_every_step_is_worth_more_than_one_arm_a_phase_while_a_batch_dra
     one = SCENARIOS["draining"]
     loop = one.workload(0)
     runs = {name: simulate(loop, one.surface, make(), one.options, 0)
-            for name, make in statics(one.surface).items()}  # fmt: skip
-    knowing = oracle_candidates(one, loop, Truth(loop, one.surface), runs)
+            for name, make in static_factories(one.surface).items()}  # fmt: skip
+    knowing = oracle_factories(one, loop, Truth(loop, one.surface), runs)
     scores = {
         name: simulate(loop, one.surface, make(), one.options, 0).score
         for name, make in knowing.items()

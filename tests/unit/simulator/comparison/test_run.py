@@ -12,7 +12,7 @@ from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import simulate
 from simulator.errors import InvalidInputError
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.results import PolicyOrigin
 from tests.unit.simulator.small import arrivals, scenario, surface
 
@@ -30,7 +30,7 @@ def test_the_oracle_is_never_slower_than_any_static_arm(moving):
 def test_the_oracle_changes_its_arm_with_the_traffic():
     one = scenario()
     loop = one.workload(0)
-    runs = [simulate(loop, one.surface, Static(one.surface.arms, i), one.options, 0)
+    runs = [simulate(loop, one.surface, StaticPolicy(one.surface.arms, i), one.options, 0)
             for i in range(4)]  # fmt: skip
     best = best_by_segment(runs)
     assert one.surface.arms[best[0]].gamma > one.surface.arms[best[1]].gamma == 0
@@ -59,8 +59,8 @@ def test_all_policies_are_run_on_the_same_work(moving):
 def test_recovery_counts_from_the_change():
     one = scenario(acceptance=(0.1, 0.9), tokens=400)
     loop = one.workload(0)
-    never = simulate(loop, one.surface, Static(one.surface.arms, 0), one.options, 0)
-    at_once = simulate(loop, one.surface, Static(one.surface.arms, 3), one.options, 0)
+    never = simulate(loop, one.surface, StaticPolicy(one.surface.arms, 0), one.options, 0)
+    at_once = simulate(loop, one.surface, StaticPolicy(one.surface.arms, 3), one.options, 0)
     truth = Truth(loop, one.surface)
     assert recovery_steps(loop, truth, at_once) == [0.0]
     steps = never.steps - never.trace.phase_starts[1][0]
@@ -136,8 +136,8 @@ def test_an_open_loop_is_scored_by_latency_and_a_closed_one_by_tokens_per_second
         np.log(seed.run("controller").score / seed.run(report.best_static).score) for seed in seeds
     ]
     assert ours.ratio_to_best_static == pytest.approx(np.exp(np.mean(logs)))
-    found = [seed.run("controller").latency for seed in seeds]
-    means = [latency.end_to_end.p99 for latency in found if latency is not None]
+    latencies = [seed.run("controller").latency for seed in seeds]
+    means = [latency.end_to_end.p99 for latency in latencies if latency is not None]
     assert ours.latency.end_to_end.p99 == pytest.approx(np.mean(means))
     # Both keep up, so tokens over busy seconds hardly differ from load over time.
     assert fixed.ratio_to_oracle < 0.9

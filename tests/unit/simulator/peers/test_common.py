@@ -9,8 +9,7 @@ from simulator.errors import InvalidInputError
 from simulator.peers.common import (
     RelativeCosts,
     accepted_tokens,
-    by_gamma,
-    nearest,
+    arms_by_gamma,
     octave,
     octave_range,
     off_arm,
@@ -22,12 +21,12 @@ TWO = (Arm("mtp", 0), Arm("mtp", 3), Arm("dflash", 0), Arm("dflash", 8), Arm("df
 
 
 def test_a_drafters_arms_come_in_ascending_draft_length():
-    assert list(by_gamma(TWO, "dflash").items()) == [(0, 2), (4, 4), (8, 3)]
+    assert list(arms_by_gamma(TWO, "dflash").items()) == [(0, 2), (4, 4), (8, 3)]
 
 
-@pytest.mark.parametrize(("wanted", "found"), [(0, 1), (2, 1), (3, 3), (9, 5)])
-def test_the_nearest_draft_length_is_the_shorter_one_of_two(wanted, found):
-    assert nearest((5, 1, 3), wanted) == found
+@pytest.mark.parametrize(("wanted", "nearest_gamma"), [(0, 1), (2, 1), (3, 3), (9, 5)])
+def test_the_nearest_draft_length_is_the_shorter_one_of_two(wanted, nearest_gamma):
+    assert nearest_gamma((5, 1, 3), wanted) == nearest_gamma
 
 
 def test_an_arm_that_speculates_is_never_plain_decoding_while_there_is_another():
@@ -61,16 +60,16 @@ def test_relative_costs_are_the_measured_ones_and_lie_in_between():
     costs = RelativeCosts(profile_of(), ARMS, ARMS[0])
     for size in (1, 4, 16, 64, 256):
         expected = [step_seconds(arm.gamma, size) / step_seconds(0, size) for arm in ARMS]
-        assert costs.at(size) == pytest.approx(expected)
+        assert costs.ratios_at(size) == pytest.approx(expected)
     # Halfway between two sizes, in log b.
-    middle = [(a + b) / 2 for a, b in zip(costs.at(16), costs.at(64), strict=True)]
-    assert costs.at(32) == pytest.approx(middle)
-    assert costs.at(MAX_BATCH_SIZE) == costs.at(256)
+    middle = [(a + b) / 2 for a, b in zip(costs.ratios_at(16), costs.ratios_at(64), strict=True)]
+    assert costs.ratios_at(32) == pytest.approx(middle)
+    assert costs.ratios_at(MAX_BATCH_SIZE) == costs.ratios_at(256)
 
 
 def test_plain_decoding_has_one_price_whoever_would_not_draft():
     costs = RelativeCosts(profile_of(TWO[1:2] + TWO[2:]), TWO, TWO[2])
-    assert costs.at(7)[0] == costs.at(7)[2] == 1.0
+    assert costs.ratios_at(7)[0] == costs.ratios_at(7)[2] == 1.0
 
 
 def test_an_arm_without_a_size_in_common_is_refused():

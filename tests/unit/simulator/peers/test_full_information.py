@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.controller_policy import FINGERPRINT
-from simulator.curves import Curves
+from simulator.curves import IndependentCurves
 from simulator.engine import EngineOptions, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.full_information import FullInformationChoice
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.policy import IdleCounts
 from simulator.workload import ClosedLoop, PhaseStart, WorkloadPhase
 from tests.unit.simulator.peers.loop import ARMS, profile_of, record
@@ -23,8 +23,8 @@ TWO = COSTS.arms
 OFF, MTP_3, EAGLE_0, EAGLE_3 = 0, 2, 4, 6
 
 
-def made(**changes):
-    return FullInformationChoice(TWO, COSTS.profile(FINGERPRINT, [1, 4, 16, 32]), **changes)
+def make_policy(**changes):
+    return FullInformationChoice(TWO, COSTS.make_profile(FINGERPRINT, [1, 4, 16, 32]), **changes)
 
 
 def traffic(**acceptance):
@@ -32,7 +32,7 @@ def traffic(**acceptance):
     rng = np.random.default_rng(0)
     lengths = np.full(64, 200, dtype=np.int64)
     curves = {name: [rate] * 8 for name, rate in acceptance.items()}
-    return Curves("two", curves).pool(rng, 64, lengths, lengths)
+    return IndependentCurves("two", curves).pool(rng, 64, lengths, lengths)
 
 
 def loop(*kinds, batch=4, tokens=2000):
@@ -52,36 +52,36 @@ def run(policy, workload, **changes):
 
 def test_it_finds_the_better_drafter_and_never_looks_at_the_other_one_again():
     workload = loop(traffic(mtp=0.3, eagle=0.9))
-    found = run(made(), workload)
-    drafters = [TWO[arm].drafter for arm in found.trace.arms if TWO[arm].gamma > 0]
+    result = run(make_policy(), workload)
+    drafters = [TWO[arm].drafter for arm in result.trace.arms if TWO[arm].gamma > 0]
     # The first steps run before much is known.
     assert set(drafters[20:]) == {"eagle"}
-    best = max(run(Static(TWO, arm), workload).rate for arm in range(len(TWO)))
-    assert found.rate > 0.97 * best
+    best = max(run(StaticPolicy(TWO, arm), workload).rate for arm in range(len(TWO)))
+    assert result.rate > 0.97 * best
 
 
 def test_drafters_that_change_places_are_noticed_while_idle():
     workload = loop(traffic(mtp=0.2, eagle=0.9), traffic(mtp=0.9, eagle=0.2))
-    found = run(made(), workload)
-    (shift, _) = found.trace.phase_starts[1]
-    before = [TWO[arm].drafter for arm in found.trace.arms[shift - 100 : shift]]
-    after = [TWO[arm].drafter for arm in found.trace.arms[shift + 100 : shift + 200]]
+    result = run(make_policy(), workload)
+    (shift, _) = result.trace.phase_starts[1]
+    before = [TWO[arm].drafter for arm in result.trace.arms[shift - 100 : shift]]
+    after = [TWO[arm].drafter for arm in result.trace.arms[shift + 100 : shift + 200]]
     assert before.count("eagle") > 95
     assert after.count("mtp") > 95
 
 
 def test_where_no_draft_pays_it_decodes_plainly_and_comes_back():
     bad, good = traffic(mtp=0.02, eagle=0.02), traffic(mtp=0.02, eagle=0.9)
-    found = run(made(), loop(bad, good))
-    (shift, _) = found.trace.phase_starts[1]
-    gammas = [TWO[arm].gamma for arm in found.trace.arms]
+    result = run(make_policy(), loop(bad, good))
+    (shift, _) = result.trace.phase_starts[1]
+    gammas = [TWO[arm].gamma for arm in result.trace.arms]
     assert gammas[shift - 100 : shift].count(0) > 90
     assert gammas[shift + 200 : shift + 300].count(0) == 0
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2), st.sampled_from((1, 4, 16, 32)))
 def test_the_arm_that_it_runs_is_worth_most(rates, batch_size):
-    policy = made()
+    policy = make_policy()
     n, depth = 100_000, GAMMAS[-1]
     for drafter, rate in zip(("mtp", "eagle"), rates, strict=True):
         reached = [round(n * rate**k) for k in range(depth)]
@@ -98,7 +98,7 @@ def test_the_arm_that_it_runs_is_worth_most(rates, batch_size):
 
 
 def test_the_drafter_that_ran_counts_its_own_positions():
-    policy = made()
+    policy = make_policy()
     policy.observe(record(MTP_3, TWO, [0, 0, 0, 10_000]), 0.0)
     policy.observe(record(EAGLE_3, TWO, [10_000, 0, 0, 0]), 0.0)
     assert policy.expected[MTP_3] == pytest.approx(3, abs=0.01)
@@ -107,7 +107,7 @@ def test_the_drafter_that_ran_counts_its_own_positions():
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, 400), (16, 25), (400, 20)])
 def test_it_forgets_by_sequences_though_not_at_once(batch_size, steps):
-    policy = made()
+    policy = make_policy()
     policy.observe(record(1, TWO, [0, batch_size]), 0.0)
     for _ in range(steps):
         policy.observe(record(OFF, TWO, [batch_size]), 0.0)
@@ -116,7 +116,7 @@ def test_it_forgets_by_sequences_though_not_at_once(batch_size, steps):
 
 
 def test_no_drafter_sleeps():
-    policy = made()
+    policy = make_policy()
     policy.observe(record(1, TWO, [10_000, 0]), 0.0)
     policy.observe(record(5, TWO, [10_000, 0]), 0.0)
     choice = policy.choose(4, 0.0)
@@ -125,7 +125,7 @@ def test_no_drafter_sleeps():
 
 
 def test_it_asks_for_every_position_that_a_drafter_can_have():
-    assert made().idle_positions == max(GAMMAS)
+    assert make_policy().idle_positions == max(GAMMAS)
 
 
 def test_one_drafter_is_no_choice():

@@ -97,9 +97,9 @@ def test_what_a_padded_batch_accepted_moves_the_slot_that_it_ran_in(theirs):
 
 
 def test_candidates_without_an_arm_are_left_out():
-    found = available_config(DEFAULT, (0, 1, 2, 3, 4))
-    assert [e["candidate_steps"] for e in found.values()] == [[1, 3], [0, 1, 3], [0]]
-    assert found["1"]["up_hysteresis"] == 0.5
+    config = available_config(DEFAULT, (0, 1, 2, 3, 4))
+    assert [e["candidate_steps"] for e in config.values()] == [[1, 3], [0, 1, 3], [0]]
+    assert config["1"]["up_hysteresis"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_candidates_without_an_arm_are_left_out():
     ],
 )
 def test_a_slot_that_would_lose_all_its_candidates_gets_the_nearest(gammas, steps):
-    found = available_config(DEFAULT, gammas)
-    assert [e["candidate_steps"] for e in found.values()] == steps
+    config = available_config(DEFAULT, gammas)
+    assert [e["candidate_steps"] for e in config.values()] == steps
 
 
 @pytest.mark.parametrize("gammas", [(0, 1, 2, 4, 8), (2,), (0,), (4, 16)])

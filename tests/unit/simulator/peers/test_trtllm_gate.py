@@ -35,7 +35,7 @@ def test_once_closed_it_never_comes_back():
     policy = SpeculationGate(ARMS, ALWAYS, window=50)
     loop = Loop(policy)
     loop.run(100, 16, 0.1)
-    assert policy.closed
+    assert policy.is_closed
     assert set(loop.run(1000, 16, 0.95)) == {OFF}
     policy.observe(record(ON, ARMS, [0, 0, 0, 100]), 0.0)
     assert policy.choose(1, 0.0).arm == OFF
@@ -45,16 +45,16 @@ def test_it_does_not_judge_before_the_window_is_full():
     policy = SpeculationGate(ARMS, ALWAYS, window=3)
     for _ in range(2):
         policy.observe(record(ON, ARMS, [99, 0, 0, 0]), 0.0)
-    assert not policy.closed
+    assert not policy.is_closed
     policy.observe(record(ON, ARMS, [1, 0, 0, 0]), 0.0)
-    assert policy.closed
+    assert policy.is_closed
 
 
 @pytest.mark.parametrize(("accepted", "closed"), [(59, True), (60, False)])
 def test_it_closes_below_the_threshold_and_not_at_it(accepted, closed):
     policy = SpeculationGate(ARMS, ALWAYS, threshold=0.2, window=1)
     policy.observe(record(ON, ARMS, [100 - accepted, accepted, 0, 0]), 0.0)
-    assert policy.closed is closed
+    assert policy.is_closed is closed
 
 
 def test_a_step_is_one_sample_of_its_rate_whatever_its_batch_and_draft_length():
@@ -64,7 +64,7 @@ def test_a_step_is_one_sample_of_its_rate_whatever_its_batch_and_draft_length():
         policy = SpeculationGate(ARMS, ALWAYS, threshold=threshold, window=3)
         for arm, counts in steps:
             policy.observe(record(arm, ARMS, counts), 0.0)
-        assert policy.closed is closed
+        assert policy.is_closed is closed
 
 
 def test_what_left_the_window_does_not_count():
@@ -72,16 +72,16 @@ def test_what_left_the_window_does_not_count():
     for _ in range(10):
         policy.observe(record(ON, ARMS, [0, 0, 0, 50]), 0.0)
     policy.observe(record(ON, ARMS, [50, 0, 0, 0]), 0.0)
-    assert not policy.closed
+    assert not policy.is_closed
     policy.observe(record(ON, ARMS, [50, 0, 0, 0]), 0.0)
-    assert policy.closed
+    assert policy.is_closed
 
 
 def test_steps_without_drafts_are_no_samples():
     policy = SpeculationGate(ARMS, ((16, 3),), window=50)
     loop = Loop(policy)
     assert set(loop.run(100, 17, 0.0)) == {OFF}
-    assert not policy.closed
+    assert not policy.is_closed
     assert policy.choose(16, 0.0).arm == ON
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from simulator.errors import InvalidInputError
 from simulator.peers.common import octave
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.peers.vllm import BatchSchedule, best_table
 from tests.unit.simulator.peers.loop import ARMS, Loop
 
@@ -80,7 +80,7 @@ def test_the_best_table_runs_every_batch_size_as_fast_as_the_best_static_arm():
     for i in range(len(ARMS)):
         by_octave = {}
         for size in sizes:
-            loop = Loop(Static(ARMS, i), seed=size)
+            loop = Loop(StaticPolicy(ARMS, i), seed=size)
             loop.run(40, size, 0.7)
             by_octave[octave(size)] = (loop.tokens, loop.now)
         sums.append(by_octave)

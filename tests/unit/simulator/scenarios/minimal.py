@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from simulator.scenarios.fields import Place
+from simulator.scenarios.fields import FieldLocations
 from simulator.scenarios.scenario_file import ScenarioFile, parse_scenario
 
 FORMULA = {
@@ -26,10 +26,10 @@ VALUES: dict[str, Any] = {
 
 def values(**changes: Any) -> dict[str, Any]:
     """The file's contents with other top-level sections; ... leaves one out."""
-    found = copy.deepcopy(VALUES) | changes
-    return {name: value for name, value in found.items() if value is not ...}
+    section_values = copy.deepcopy(VALUES) | changes
+    return {name: value for name, value in section_values.items() if value is not ...}
 
 
 def file(**changes: Any) -> ScenarioFile:
     """The checked file."""
-    return parse_scenario(values(**changes), Place("small.yaml"))
+    return parse_scenario(values(**changes), FieldLocations("small.yaml"))

@@ -27,7 +27,7 @@ def test_a_formula_is_what_the_surface_charges():
     ngram = {"kind": "ngram", "gammas": [4], "share_of_step": 0.01}
     cost = {"formula": {"step": STEP, "drafters": {"eagle": serial, "ngram": ngram}}}
     traffic = {"code": {"geometric": {"eagle": 0.7, "ngram": 0.2}}}
-    surface = file(cost=cost, traffic=traffic).scenario().surface
+    surface = file(cost=cost, traffic=traffic).make_scenario().surface
     assert [(d.name, d.kind, d.gammas) for d in surface.drafters] == [
         ("eagle", DrafterKind.MTP, (0, 2)),
         ("ngram", DrafterKind.NGRAM, (0, 4)),
@@ -49,9 +49,11 @@ def test_a_formula_is_what_the_surface_charges():
 def test_published_costs_are_those_of_their_name():
     cost = {"published": "b200-qwen3.6-35b-a3b", "drafters": ["mtp"], "extrapolate": True}
     traffic = {"code": {"geometric": {"mtp": 0.7}}}
-    scenario = file(engine={"max_batch_size": 1024}, cost=cost, traffic=traffic).scenario()
-    known = published.surface("b200-qwen3.6-35b-a3b", max_batch_size=1024, extrapolate=True)
-    assert (scenario.surface.seconds == known.only("mtp").seconds).all()
+    scenario = file(engine={"max_batch_size": 1024}, cost=cost, traffic=traffic).make_scenario()
+    known = published.published_surface(
+        "b200-qwen3.6-35b-a3b", max_batch_size=1024, extrapolate=True
+    )
+    assert (scenario.surface.seconds == known.with_drafters("mtp").seconds).all()
     assert scenario.max_batch_size == 1024
 
 
@@ -67,8 +69,8 @@ def test_prices_replace_those_of_the_source_and_scale_multiplies_everything():
         "switch_seconds": 5e-4,
         "scale": 2,
     }
-    known = published.surface("h100-llama3.1-8b", [1, 3]).only("eagle")
-    scenario = file(cost=cost).scenario()
+    known = published.published_surface("h100-llama3.1-8b", [1, 3]).with_drafters("eagle")
+    scenario = file(cost=cost).make_scenario()
     surface = scenario.surface
     assert surface.seconds == pytest.approx(2 * known.seconds[:, :33])
     assert surface.kv_seconds == pytest.approx(np.full(3, 1e-7))
@@ -97,7 +99,7 @@ def test_prices_replace_those_of_the_source_and_scale_multiplies_everything():
 )  # fmt: skip
 def test_costs_that_cannot_be_are_refused(cost, fault):
     with pytest.raises(InvalidInputError, match=r"small") as error:
-        file(cost=cost).scenario()
+        file(cost=cost).make_scenario()
     assert fault in str(error.value)
 
 
@@ -110,9 +112,9 @@ def test_mixtures_stand_behind_the_drafters_and_are_scaled_with_them():
         "mixtures": {"both": both},
     }
     traffic = {"code": {"geometric": {"eagle": 0.7, "ngram": 0.2}}}
-    surface = file(cost=cost, traffic=traffic).scenario().surface
+    surface = file(cost=cost, traffic=traffic).make_scenario().surface
     assert [(d.name, d.gammas) for d in surface.drafters][2] == ("both", (2, 4))
     assert surface.seconds[-2:] == pytest.approx(1.01 * surface.seconds[1:3])
     both["free"] = "other"
     with pytest.raises(InvalidInputError, match=r"cost\.mixtures: .*'other' is not one of"):
-        file(cost=cost, traffic=traffic).scenario()
+        file(cost=cost, traffic=traffic).make_scenario()

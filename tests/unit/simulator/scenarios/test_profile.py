@@ -10,9 +10,9 @@ EXACT = {"noise": 0}
 
 
 def profile_of(**section):
-    found = file(profile=section).scenario().profile
-    assert found is not None
-    return found
+    cost_profile = file(profile=section).make_scenario().profile
+    assert cost_profile is not None
+    return cost_profile
 
 
 def cells(profile):
@@ -28,7 +28,7 @@ def ratios(**section):
 
 
 def test_an_exact_profile_is_what_the_engine_charges():
-    scenario = file(profile=EXACT).scenario()
+    scenario = file(profile=EXACT).make_scenario()
     assert scenario.profile is not None
     assert scenario.profile.seconds_per_kv_token == 1e-8
     assert sorted({c.batch_size for c in scenario.profile.cells}) == [1, 2, 4, 8, 16, 32]
@@ -45,10 +45,10 @@ def test_a_common_factor_is_on_everything():
 
 
 def test_factors_on_drafting_arms_and_batches_multiply():
-    found = ratios(drafting=3, by_arm={"eagle": {1: 2, 7: 0.5}}, by_batch_size={2: 1, 8: 4})
+    factors = ratios(drafting=3, by_arm={"eagle": {1: 2, 7: 0.5}}, by_batch_size={2: 1, 8: 4})
     over_batch = {1: 1.0, 2: 1.0, 4: 2.5, 8: 4.0, 16: 4.0, 32: 4.0}
     over_gamma = {0: 1.0, 1: 6.0, 3: 3.0, 7: 1.5}
-    for (_, gamma, size), ratio in found.items():
+    for (_, gamma, size), ratio in factors.items():
         assert ratio == pytest.approx(over_batch[size] * over_gamma[gamma])
 
 
@@ -58,7 +58,7 @@ def test_noise_is_drawn_once_and_as_large_as_asked():
 
     def errors(**section):
         exact, wrong = (
-            cells(file(cost={"formula": many}, profile=profile).scenario().profile)
+            cells(file(cost={"formula": many}, profile=profile).make_scenario().profile)
             for profile in (EXACT, section)
         )
         return np.array([wrong[key] / exact[key] for key in exact])
@@ -83,10 +83,10 @@ def test_the_context_term_may_be_missing_and_the_context_another():
 
 
 def test_without_a_profile_nothing_is_known():
-    assert file(profile=None).scenario().profile is None
-    assert file().scenario().profile is not None
+    assert file(profile=None).make_scenario().profile is None
+    assert file().make_scenario().profile is not None
 
 
 def test_a_factor_on_an_arm_that_is_not_there_is_refused():
     with pytest.raises(InvalidInputError, match=r"profile.by_arm.eagle: there is no arm"):
-        file(profile={"by_arm": {"eagle": {2: 2}}}).scenario()
+        file(profile={"by_arm": {"eagle": {2: 2}}}).make_scenario()

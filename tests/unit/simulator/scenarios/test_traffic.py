@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from simulator.chain import Chain, Memory
-from simulator.copying import Copying
+from simulator.copying import CopyingSource
+from simulator.correlated_curves import AcceptanceMemory, CorrelatedCurves
 from simulator.errors import InvalidInputError
-from simulator.scenarios.fields import Place
-from simulator.scenarios.traffic import KindSection, sources
+from simulator.scenarios.fields import FieldLocations
+from simulator.scenarios.traffic import KindSection, make_sources
 from simulator.sources import MeanTokens
 
 
-def made(tmp_path, **kinds):
+def sources_from_kinds(tmp_path, **kinds):
     sections = {name: KindSection.model_validate(kind) for name, kind in kinds.items()}
-    return sources(sections, tmp_path, Place("traffic"))
+    return make_sources(sections, tmp_path, FieldLocations("traffic"))
 
 
 def survival(source, depth, requests=400):
@@ -33,10 +33,10 @@ def survival(source, depth, requests=400):
 )
 @pytest.mark.parametrize("memory", [None, {}])
 def test_a_curve_is_met_in_each_notation(tmp_path, kind, expected, memory):
-    found = made(tmp_path, code=kind | {"memory": memory})["code"]
-    assert isinstance(found, Chain) == (memory is not None)
-    assert found.name == "code"
-    assert survival(found, len(expected)) == pytest.approx(expected, abs=0.03)
+    source = sources_from_kinds(tmp_path, code=kind | {"memory": memory})["code"]
+    assert isinstance(source, CorrelatedCurves) == (memory is not None)
+    assert source.name == "code"
+    assert survival(source, len(expected)) == pytest.approx(expected, abs=0.03)
 
 
 def test_a_drafter_may_have_another_memory_than_the_others(tmp_path):
@@ -46,18 +46,18 @@ def test_a_drafter_may_have_another_memory_than_the_others(tmp_path):
         "by_drafter": {"ngram": {"passage_spread": 4}},
     }
     kind = {"geometric": {"eagle": 0.7, "ngram": 0.4}, "memory": memory}
-    chain = made(tmp_path, code=kind)["code"]
-    assert isinstance(chain, Chain)
+    chain = sources_from_kinds(tmp_path, code=kind)["code"]
+    assert isinstance(chain, CorrelatedCurves)
     assert chain.correlation == 0.1
     assert chain.memory == {
-        "eagle": Memory(level_spread=1.5),
-        "ngram": Memory(level_spread=1.5, passage_spread=4),
+        "eagle": AcceptanceMemory(level_spread=1.5),
+        "ngram": AcceptanceMemory(level_spread=1.5, passage_spread=4),
     }
 
 
 def test_lengths_are_the_kinds_own(tmp_path):
     kind = {"geometric": {"eagle": 0.8}, "output_tokens_mean": 40, "context_tokens_mean": 9000}
-    pool = made(tmp_path, code=kind)["code"].pool(np.random.default_rng(0), 2000)
+    pool = sources_from_kinds(tmp_path, code=kind)["code"].pool(np.random.default_rng(0), 2000)
     assert pool.output_tokens.mean() == pytest.approx(40, rel=0.05)
     assert pool.context_tokens.mean() == pytest.approx(9000, rel=0.05)
     default = KindSection.model_validate({"geometric": {"eagle": 0.8}})
@@ -72,30 +72,30 @@ def test_a_trace_keeps_its_lengths_and_is_labelled_on_request_only(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "b.jsonl").write_text(json.dumps(lines[0]))
     both = {"requests": ["a.jsonl", "b.jsonl"]}
-    found = made(
+    sources_by_name = sources_from_kinds(
         tmp_path, plain={"trace": both}, named={"trace": both | {"labelled": True}}
     )  # fmt: skip
-    pool = found["plain"].pool(np.random.default_rng(0), 5)
+    pool = sources_by_name["plain"].pool(np.random.default_rng(0), 5)
     assert pool.output_tokens.tolist() == [9] * 5
     assert pool.label_names == ("",)
-    assert found["named"].pool(np.random.default_rng(0), 5).label_names == ("a", "b")
+    assert sources_by_name["named"].pool(np.random.default_rng(0), 5).label_names == ("a", "b")
     assert KindSection.model_validate({"trace": both}).mean_tokens == MeanTokens(None, None)
 
 
 def test_rounds_are_read_for_each_drafter(tmp_path):
     (tmp_path / "r.csv").write_text("commits,category\n" + "3,chat\n0,chat\n" * 10)
     trace = {"rounds": {"eagle": "r.csv"}}
-    assert made(tmp_path, code={"trace": trace})["code"].drafters == ("eagle",)
+    assert sources_from_kinds(tmp_path, code={"trace": trace})["code"].drafters == ("eagle",)
 
 
 def test_a_mix_draws_its_parts_by_weight(tmp_path):
-    found = made(
+    mixed_source = sources_from_kinds(
         tmp_path,
         mixed={"mix": {"easy": 3, "hard": 1}, "labelled": True},
         easy={"geometric": {"eagle": 1.0}, "output_tokens_mean": 50},
         hard={"geometric": {"eagle": 0.0}, "output_tokens_mean": 500},
     )["mixed"]
-    pool = found.pool(np.random.default_rng(0), 4000)
+    pool = mixed_source.pool(np.random.default_rng(0), 4000)
     assert pool.label_names == ("easy", "hard")
     assert (pool.labels == 0).mean() == pytest.approx(0.75, abs=0.03)
     assert pool.output_tokens[pool.labels == 0].mean() == pytest.approx(50, rel=0.1)
@@ -124,7 +124,7 @@ def test_kinds_that_cannot_be_are_refused(kind, fault):
 
 def test_a_mix_of_mixes_is_refused(tmp_path):
     with pytest.raises(InvalidInputError, match=r"traffic\.b\.mix\.a: there is no kind 'a'"):
-        made(
+        sources_from_kinds(
             tmp_path,
             a={"mix": {"c": 1}},
             b={"mix": {"a": 1}},
@@ -134,12 +134,12 @@ def test_a_mix_of_mixes_is_refused(tmp_path):
 
 def test_copying_requests_have_the_fields_that_are_given_and_lengths_of_their_own(tmp_path):
     kind = {"copying": {"lookup": "suffix", "copied": 0.9}, "output_tokens_mean": 50}
-    source = made(tmp_path, code=kind)["code"]
-    assert source == Copying(
+    source = sources_from_kinds(tmp_path, code=kind)["code"]
+    assert source == CopyingSource(
         "code", lookup="suffix", copied=0.9, output_tokens_mean=50.0, context_tokens_mean=384.0
     )
     with pytest.raises(InvalidInputError, match=r"code\.copying: copied: 2\.0 must be in \[0, 1\]"):
-        made(tmp_path, code={"copying": {"copied": 2.0}})
+        sources_from_kinds(tmp_path, code={"copying": {"copied": 2.0}})
 
 
 def test_match_lengths_go_along_when_kinds_are_mixed(tmp_path):
@@ -148,6 +148,6 @@ def test_match_lengths_go_along_when_kinds_are_mixed(tmp_path):
         "prose": {"geometric": {"eagle": 0.5, "ngram": 0.1}},
         "both": {"mix": {"code": 1, "prose": 1}},
     }
-    pool = made(tmp_path, **kinds)["both"].pool(np.random.default_rng(0), 50)
+    pool = sources_from_kinds(tmp_path, **kinds)["both"].pool(np.random.default_rng(0), 50)
     starts = zip(pool.offsets.tolist(), pool.kinds.tolist(), strict=True)
-    assert {(kind, int(pool.matches[at])) for at, kind in starts} == {(0, 0), (1, 2)}
+    assert {(kind, int(pool.matches[position])) for position, kind in starts} == {(0, 0), (1, 2)}

@@ -5,20 +5,20 @@ import pytest
 
 from simulator.engine import EngineOptions, simulate
 from simulator.errors import InvalidInputError
-from simulator.peers.static import Static
+from simulator.peers.static import StaticPolicy
 from simulator.workload import ClosedLoop, OpenLoop, PhaseStart
 from tests.unit.simulator.scenarios.minimal import file
 
 
 def closed(**changes):
-    loop = file(**changes).scenario().workload(0)
+    loop = file(**changes).make_scenario().workload(0)
     assert isinstance(loop, ClosedLoop)
     return loop
 
 
 def opened(workload_seed=0, **arrivals):
     changes = {"phases": ..., "arrivals": {"kind": "code"} | arrivals}
-    loop = file(**changes).scenario().workload(workload_seed)
+    loop = file(**changes).make_scenario().workload(workload_seed)
     assert isinstance(loop, OpenLoop)
     return loop
 
@@ -51,11 +51,11 @@ def test_another_context_means_other_requests():
 
 def test_steps_are_those_of_the_best_arm_by_truth():
     for kind, batch in (("code", 4), ("prose", 32)):
-        scenario = file(phases=[{"kind": kind, "batch": batch, "steps": 500}]).scenario()
+        scenario = file(phases=[{"kind": kind, "batch": batch, "steps": 500}]).make_scenario()
         workload, surface = scenario.workload(0), scenario.surface
         still = EngineOptions(noise=0.0)
         runs = [
-            simulate(workload, surface, Static(surface.arms, arm), still, 0)
+            simulate(workload, surface, StaticPolicy(surface.arms, arm), still, 0)
             for arm in range(len(surface.arms))
         ]
         best = max(runs, key=lambda run: run.rate)
@@ -137,5 +137,5 @@ def test_a_stretch_of_arrivals_may_have_a_kind_of_its_own():
 )  # fmt: skip
 def test_work_that_cannot_be_is_refused(changes, fault):
     with pytest.raises(InvalidInputError) as error:
-        file(**changes).scenario()
+        file(**changes).make_scenario()
     assert fault in str(error.value)

@@ -14,8 +14,8 @@ def steps_until_called(believed, exposures, *, learning):
             a = believed
             if learning:
                 a = believed * exposures / (exposures + 4 * step)
-            cusum.believe([a], [exposures + 4 * step])
-        if cusum.fold([4, 0]):
+            cusum.set_reference([a], [exposures + 4 * step])
+        if cusum.observe([4, 0]):
             return step
     return 200
 
@@ -32,13 +32,13 @@ def test_an_estimate_that_is_hardly_more_than_its_prior_learns_instead():
 def test_a_change_is_called_although_some_answers_end_in_every_step():
     """One of eight rows is cut behind its first draft, and shows that draft."""
     cusum = Cusum(SETTINGS)
-    cusum.believe([0.7, 0.7], [500.0, 300.0])
-    called = [cusum.fold([7, 0, 0], [0, 1]) for _ in range(12)]
+    cusum.set_reference([0.7, 0.7], [500.0, 300.0])
+    called = [cusum.observe([7, 0, 0], [0, 1]) for _ in range(12)]
     assert -1 in called
     cut, narrow = Cusum(SETTINGS), Cusum(SETTINGS)
     for each in (cut, narrow):
-        each.believe([0.7, 0.7], [500.0, 300.0])
+        each.set_reference([0.7, 0.7], [500.0, 300.0])
     # A row that was cut behind its first draft shows what a step of one draft does.
-    cut.fold([3, 0, 0], [0, 1])
-    narrow.fold([3, 1])
-    assert 0 < cut._worse == narrow._worse
+    cut.observe([3, 0, 0], [0, 1])
+    narrow.observe([3, 1])
+    assert 0 < cut._downward_sum == narrow._downward_sum

@@ -23,7 +23,7 @@ def test_the_estimate_does_not_depend_on_the_draft_lengths_that_ran(gammas):
     seen = []
     for i in range(3000):
         gamma = gammas[i % len(gammas)]
-        estimator.fold(accepted_counts(rng, 8, gamma, truth))
+        estimator.observe(accepted_counts(rng, 8, gamma, truth))
         if i >= 1000:
             seen.append(estimator.curve().conditional)
     # On average over time: a false alarm now and then shortens the memory for a while.
@@ -36,7 +36,7 @@ def test_a_fully_accepted_short_draft_is_not_taken_for_a_low_acceptance():
     # accepted / gamma_max would be 1/7 here; the only position seen was accepted every time.
     estimator = AcceptanceEstimator(7, SETTINGS)
     for _ in range(200):
-        estimator.fold([0, 4])
+        estimator.observe([0, 4])
     curve = estimator.curve()
     assert curve.conditional[0] > 0.97
     assert curve.exposures[1] == 0
@@ -45,7 +45,7 @@ def test_a_fully_accepted_short_draft_is_not_taken_for_a_low_acceptance():
 def test_positions_never_seen_lean_on_those_before_them():
     estimator = AcceptanceEstimator(5, SETTINGS)
     for _ in range(300):
-        estimator.fold([2, 2])
+        estimator.observe([2, 2])
     means = estimator.curve().conditional
     assert means[1:] == pytest.approx([means[0]] * 4)
 
@@ -53,24 +53,24 @@ def test_positions_never_seen_lean_on_those_before_them():
 def test_a_position_that_was_hardly_seen_sets_neither_itself_nor_those_behind_it():
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
-        estimator.fold([2, 1, 1, 6])
+        estimator.observe([2, 1, 1, 6])
     before = estimator.curve().conditional
     # One sequence reached the fourth position, and its draft was rejected there.
-    estimator.fold([0, 0, 0, 1, 0])
+    estimator.observe([0, 0, 0, 1, 0])
     after = estimator.curve().conditional
     assert after[3:] == pytest.approx(before[3:], abs=0.05)
     # Many of them do set it, and those behind it.
     for _ in range(300):
-        estimator.fold([2, 1, 1, 4, 1])
+        estimator.observe([2, 1, 1, 4, 1])
     assert max(estimator.curve().conditional[3:]) < 0.35
 
 
 def test_what_is_unknown_splits_into_what_positions_do_not_share():
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(20):
-        estimator.fold([1, 1, 2])
+        estimator.observe([1, 1, 2])
     curve = estimator.curve()
-    slopes, parts = curve.independent_parts()
+    slopes, parts = curve.independent_components()
     # Behind what was seen all positions are drawn to the same value: they are wrong together.
     assert slopes[8, 1] > 2 * curve.sensitivity()[8, 1]
     # By Monte Carlo: a walk drawn with the parts' variances has the deviation that they say.
@@ -78,24 +78,24 @@ def test_what_is_unknown_splits_into_what_positions_do_not_share():
     drawn = np.array(curve.prior_exposures) / (
         np.array(curve.prior_exposures) + np.array(curve.exposures)
     )
-    found = []
+    shares = []
     for _ in range(4000):
         apart, own = 0.0, 1e-2 * rng.normal(size=8) * np.sqrt(parts)
         walk = []
         for k in range(8):
             apart = own[k] + (drawn[k] * apart if k else 0.0)
             walk.append(curve.conditional[k] + apart)
-        found.append(np.cumprod(walk).sum())
-    assert np.std(found) == pytest.approx(1e-2 * np.sqrt(slopes[8] ** 2 @ parts), rel=0.06)
+        shares.append(np.cumprod(walk).sum())
+    assert np.std(shares) == pytest.approx(1e-2 * np.sqrt(slopes[8] ** 2 @ parts), rel=0.06)
 
 
 def test_what_goes_unobserved_keeps_its_mean_and_loses_its_confidence():
     estimator = AcceptanceEstimator(3, SETTINGS)
     for _ in range(300):
-        estimator.fold([2, 1, 2, 3])
+        estimator.observe([2, 1, 2, 3])
     before = estimator.curve()
     for _ in range(500):
-        estimator.fold([8])
+        estimator.observe([8])
     after = estimator.curve()
     assert after.conditional == pytest.approx(before.conditional, abs=0.02)
     assert np.all(np.array(after.exposures) < np.array(before.exposures))
@@ -106,24 +106,24 @@ def test_idle_evidence_fades_by_steps_and_not_by_how_many_sequences_passed_by():
     few, many = AcceptanceEstimator(2, SETTINGS), AcceptanceEstimator(2, SETTINGS)
     for estimator, batch in ((few, 1), (many, 200)):
         for _ in range(300):
-            estimator.fold([2, 1, 1])
+            estimator.observe([2, 1, 1])
         for _ in range(100):
-            estimator.fold([batch])
+            estimator.observe([batch])
     assert few.curve().exposures == pytest.approx(many.curve().exposures)
 
 
 def test_a_drafter_that_stands_by_keeps_its_means():
     estimator = AcceptanceEstimator(2, SETTINGS)
     for _ in range(100):
-        estimator.fold([2, 1, 1])
+        estimator.observe([2, 1, 1])
     before = estimator.curve()
     for _ in range(400):
-        estimator.pass_by()
+        estimator.observe_idle_step()
     after = estimator.curve()
     assert after.conditional == pytest.approx(before.conditional, abs=0.01)
     assert after.exposures[0] < before.exposures[0]
     # Shifted traffic is another matter: it may be good at that.
-    estimator.doubt()
+    estimator.discount_idle_evidence()
     assert max(estimator.curve().exposures) < 1
     prior = AcceptanceEstimator(2, SETTINGS).curve().conditional
     assert estimator.curve().conditional == pytest.approx(prior, abs=0.05)
@@ -131,10 +131,10 @@ def test_a_drafter_that_stands_by_keeps_its_means():
 
 def take(estimator, counts):
     """Folds a step, starts again after a shift, and returns whether there was one."""
-    direction = estimator.fold(counts)
+    direction = estimator.observe(counts)
     if direction:
-        estimator.forget()
-    estimator.believe()
+        estimator.reset_after_shift()
+    estimator.commit()
     return direction != 0
 
 
@@ -163,10 +163,10 @@ def test_two_deep_drafts_are_enough_where_one_in_ten_was_accepted():
     rng = random.Random(4)
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
-        estimator.fold(accepted_counts(rng, 1, 8, [0.1] * 8))
-        estimator.believe()
+        estimator.observe(accepted_counts(rng, 1, 8, [0.1] * 8))
+        estimator.commit()
     deep = [0] * 8 + [1]
-    assert estimator.fold(deep) or estimator.fold(deep)
+    assert estimator.observe(deep) or estimator.observe(deep)
 
 
 def test_after_a_shift_deep_positions_do_not_remember_the_old_traffic():
@@ -183,12 +183,12 @@ def test_a_class_leans_on_all_traffic_until_it_has_shown_its_own():
     everyone = AcceptanceEstimator(2, SETTINGS)
     mine = AcceptanceEstimator(2, SETTINGS)
     for _ in range(100):
-        everyone.fold([2, 4, 10])
+        everyone.observe([2, 4, 10])
     parent = everyone.curve()
     assert mine.curve(parent).conditional == pytest.approx(parent.conditional)
     for _ in range(100):
-        mine.fold([3, 1, 0])
-        mine.believe(parent)
+        mine.observe([3, 1, 0])
+        mine.commit(parent)
     assert mine.curve(parent).conditional[0] < 0.4
     assert everyone.curve().conditional[0] > 0.8
 
@@ -209,7 +209,7 @@ def test_what_would_have_been_accepted_is_evidence_as_far_as_the_step_shows_it()
                 exact[3] += 1
             else:
                 censored[known] += 1
-        estimator.fold_aside(exact, censored)
+        estimator.observe_unused_proposals(exact, censored)
     curve = estimator.curve()
     assert curve.conditional == pytest.approx(truth, abs=0.06)
     assert curve.exposures[0] > curve.exposures[1] > curve.exposures[2] > 50
@@ -230,8 +230,8 @@ def test_answers_that_end_at_once_do_not_look_like_rejections():
                 censored[2] += 1
             else:
                 exact[accepted] += 1
-        estimator.fold(exact, censored)
-        all_counted.fold(counts)
+        estimator.observe(exact, censored)
+        all_counted.observe(counts)
     assert estimator.curve().conditional[:2] == pytest.approx(truth[:2], abs=0.05)
     assert estimator.curve().exposures[2:] == [0.0] * 5
     assert estimator.curve().conditional[2] > 0.7
@@ -244,13 +244,13 @@ def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):
     estimator = AcceptanceEstimator(len(acceptance), SETTINGS)
     rng = random.Random(weight)
     for _ in range(30):
-        estimator.fold(accepted_counts(rng, 8, len(acceptance), acceptance))
+        estimator.observe(accepted_counts(rng, 8, len(acceptance), acceptance))
     curve = estimator.curve()
 
     def expected(conditional):
         return np.concatenate(([0.0], np.cumsum(np.cumprod(conditional))))
 
-    assert curve.expected == pytest.approx(expected(curve.conditional))
+    assert curve.expected_accepted == pytest.approx(expected(curve.conditional))
     for k in range(len(acceptance)):
         moved = np.array(curve.conditional)
         moved[k] += 1e-6
@@ -267,11 +267,11 @@ def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):
 def test_any_history_gives_probabilities_and_a_growing_expectation(history):
     estimator = AcceptanceEstimator(8, SETTINGS)
     for counts in history:
-        estimator.fold(counts)
+        estimator.observe(counts)
     curve = estimator.curve()
     assert all(0 <= a <= 1 for a in curve.conditional)
     assert all(n >= 0 for n in curve.exposures)
-    assert curve.expected[0] == 0
-    assert all(a <= b for a, b in pairwise(curve.expected))
-    assert np.all(np.array(curve.expected) <= np.arange(9))
+    assert curve.expected_accepted[0] == 0
+    assert all(a <= b for a, b in pairwise(curve.expected_accepted))
+    assert np.all(np.array(curve.expected_accepted) <= np.arange(9))
     assert np.all(curve.variance() >= 0)

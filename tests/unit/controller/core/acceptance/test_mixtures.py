@@ -1,6 +1,6 @@
 """How a mixture was used lately, from reports as shims of any kind send them."""
 
-from controller.core.acceptance.mixtures import MixtureEstimator, MixtureUse
+from controller.core.acceptance.mixtures import MixtureEstimator, MixtureUsage
 from controller.core.engine_spec import DrafterSpec, Mixture
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
@@ -28,22 +28,22 @@ GROUPS = RowGroup("mtp", 3, (1, 0, 0, 1)), RowGroup("ngram", 3, (0, 1, 0, 1))
 
 def test_it_gained_what_its_main_drafter_would_not_have_given():
     used = estimator()
-    used.fold(report(*GROUPS))
+    used.observe(report(*GROUPS))
     # In its rows the lookup gave 1 and 3, and the main drafter would have given 0 and 3.
-    assert used.use() == MixtureUse(0.5, 0.5)
+    assert used.usage() == MixtureUsage(0.5, 0.5)
 
 
 def test_a_step_without_groups_says_nothing_of_how_it_was_used():
     """An engine whose rows were all alike may leave them out."""
     used = estimator()
-    used.fold(report())
-    assert used.use() is None
-    used.fold(report(*GROUPS))
-    used.fold(report())
-    assert used.use() == MixtureUse(0.5, 0.5)
+    used.observe(report())
+    assert used.usage() is None
+    used.observe(report(*GROUPS))
+    used.observe(report())
+    assert used.usage() == MixtureUsage(0.5, 0.5)
 
 
 def test_a_proposal_that_is_longer_than_any_draft_is_no_error():
     used = estimator()
-    used.fold(report(*GROUPS, width=20))
-    assert used.use() is not None
+    used.observe(report(*GROUPS, width=20))
+    assert used.usage() is not None

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.acceptance.by_class import TrafficEstimator
+from controller.core.acceptance.traffic_estimator import TrafficEstimator
 from controller.core.acceptance.warm_start import (
     HALF_LIFE_SECONDS,
     WARM_EXPOSURES,
-    Belief,
+    AcceptanceSnapshot,
     from_json,
-    pool,
+    pool_snapshots,
     to_json,
 )
 from controller.core.clock import VirtualClock
@@ -25,42 +25,45 @@ from controller.core.errors import InvalidBeliefError
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, StepReport
-from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
+from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_step_seconds, profile_of
 
-GOOD = Belief("mtp", "", (0.9, 0.8), (1000.0, 800.0))
-POOR = Belief("mtp", "", (0.1,), (1000.0,))
+GOOD = AcceptanceSnapshot("mtp", "", (0.9, 0.8), (1000.0, 800.0))
+POOR = AcceptanceSnapshot("mtp", "", (0.1,), (1000.0,))
 
 
 def test_of_equal_beliefs_the_younger_counts_more():
-    (fresh,) = pool([(GOOD, 0.0), (POOR, HALF_LIFE_SECONDS)])
+    (fresh,) = pool_snapshots([(GOOD, 0.0), (POOR, HALF_LIFE_SECONDS)])
     assert fresh.conditional[0] == pytest.approx((2 * 0.9 + 0.1) / 3)
     assert fresh.conditional[1] == pytest.approx(0.8)
-    (old,) = pool([(GOOD, HALF_LIFE_SECONDS), (POOR, 0.0)])
+    (old,) = pool_snapshots([(GOOD, HALF_LIFE_SECONDS), (POOR, 0.0)])
     assert old.conditional[0] == pytest.approx((0.9 + 2 * 0.1) / 3)
 
 
 def test_however_many_tell_they_are_bounded_and_what_is_old_fades():
-    (many,) = pool([(GOOD, 0.0)] * 200)
+    (many,) = pool_snapshots([(GOOD, 0.0)] * 200)
     assert many.exposures == pytest.approx((WARM_EXPOSURES, 0.8 * WARM_EXPOSURES))
-    (aged,) = pool([(GOOD, 6 * HALF_LIFE_SECONDS)])
+    (aged,) = pool_snapshots([(GOOD, 6 * HALF_LIFE_SECONDS)])
     assert aged.exposures[0] == pytest.approx(1000 / 64)
-    assert pool([(GOOD, 20 * HALF_LIFE_SECONDS)]) == []
-    assert pool([]) == []
+    assert pool_snapshots([(GOOD, 20 * HALF_LIFE_SECONDS)]) == []
+    assert pool_snapshots([]) == []
 
 
 def test_drafters_and_classes_stay_apart():
     code = dataclasses.replace(POOR, label="code")
     other = dataclasses.replace(GOOD, drafter="dflash")
-    found = {
-        (b.drafter, b.label): b.conditional[0] for b in pool((b, 0.0) for b in (GOOD, code, other))
+    first_acceptance = {
+        (b.drafter, b.label): b.conditional[0]
+        for b in pool_snapshots((b, 0.0) for b in (GOOD, code, other))
     }
-    assert found == pytest.approx({("mtp", ""): 0.9, ("mtp", "code"): 0.1, ("dflash", ""): 0.9})
+    assert first_acceptance == pytest.approx(
+        {("mtp", ""): 0.9, ("mtp", "code"): 0.1, ("dflash", ""): 0.9}
+    )
 
 
 @given(
     st.lists(
         st.builds(
-            lambda pairs, label: Belief(
+            lambda pairs, label: AcceptanceSnapshot(
                 "mtp", label, tuple(a for a, _ in pairs), tuple(n for _, n in pairs)
             ),
             st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e9)), max_size=16),
@@ -72,7 +75,7 @@ def test_drafters_and_classes_stay_apart():
 )
 def test_beliefs_survive_the_store_and_pool_to_beliefs(beliefs, age):
     assert from_json(to_json(beliefs)) == beliefs
-    for pooled in pool((belief, age) for belief in beliefs):
+    for pooled in pool_snapshots((belief, age) for belief in beliefs):
         assert max(pooled.exposures) <= WARM_EXPOSURES * (1 + 1e-9)
 
 
@@ -97,11 +100,11 @@ def test_what_is_no_belief_is_refused(text):
 def engine(beliefs=(), seed=0):
     clock = VirtualClock()
     spec = engine_spec()
-    core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
+    core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_step_seconds), clock)
     if beliefs:
-        core.begin_from(pool((belief, 0.0) for belief in beliefs), "a test")
+        core.warm_start_from(pool_snapshots((belief, 0.0) for belief in beliefs), "a test")
         core.next_plan()
-    return VirtualEngine(core, clock, gpu_like, random.Random(seed))
+    return VirtualEngine(core, clock, gpu_step_seconds, random.Random(seed))
 
 
 def rate_of_the_first_steps(beliefs, acceptance, steps=60):
@@ -116,7 +119,7 @@ def rate_of_the_first_steps(beliefs, acceptance, steps=60):
 def learnt(acceptance):
     running = engine()
     running.run(1500, 4, acceptance)
-    return running.core.traffic.beliefs()
+    return running.core.traffic.acceptance_snapshots()
 
 
 HIGH, LOW = [0.97] * 7, [0.15] * 7
@@ -141,18 +144,18 @@ def test_the_first_steps_are_better_when_it_is_right_and_soon_no_worse_when_it_i
 def test_a_class_begins_from_its_belief_when_it_first_comes():
     spec = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 2))
     traffic = TrafficEstimator([spec], PlannerSettings())
-    traffic.begin_from(
+    traffic.warm_start_from(
         [
-            Belief("mtp", "code", (0.95, 0.95), (60.0, 57.0)),
-            Belief("mtp", "", (0.5, 0.5), (60.0, 30.0)),
-            Belief("elsewhere", "", (0.5,), (60.0,)),
+            AcceptanceSnapshot("mtp", "code", (0.95, 0.95), (60.0, 57.0)),
+            AcceptanceSnapshot("mtp", "", (0.5, 0.5), (60.0, 30.0)),
+            AcceptanceSnapshot("elsewhere", "", (0.5,), (60.0,)),
         ]
     )
     assert not traffic.classes
-    assert traffic.drafters["mtp"].curve().conditional[0] == pytest.approx(0.5, abs=0.03)
+    assert traffic.estimators["mtp"].curve().conditional[0] == pytest.approx(0.5, abs=0.03)
     counts = (0, 1, 1)
     report = StepReport(1, 2, 64, "mtp", 2, counts, 0.01, classes=(ClassCounts("code", counts),))
-    traffic.fold(report)
+    traffic.observe(report)
     assert traffic.classes["code"]["mtp"].curve().conditional[0] > 0.8
-    told = {(b.drafter, b.label) for b in traffic.beliefs()}
-    assert told == {("mtp", ""), ("mtp", "code")}
+    snapshot_keys = {(b.drafter, b.label) for b in traffic.acceptance_snapshots()}
+    assert snapshot_keys == {("mtp", ""), ("mtp", "code")}

@@ -11,7 +11,7 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import ProposalCounts, RowGroup, StepFlags, StepReport
 from controller.wire.explanations import explain
 from tests.support.accepted_counts import accepted_counts
-from tests.support.virtual_engine import engine_spec, make
+from tests.support.virtual_engine import engine_spec, make_engine
 
 WRONG = [0.05, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
 RIGHT = [0.7] * 7
@@ -42,7 +42,7 @@ class Steps:
             self.step, sum(counts), 512 * sum(counts), more.pop("drafter", "mtp"),
             len(counts) - 1, tuple(counts), 0.01, **more,
         )  # fmt: skip
-        self.checks.observe(report, measured=measured)
+        self.checks.observe(report, is_measurement=measured)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
@@ -50,7 +50,7 @@ class Steps:
 def test_a_drafter_that_never_works_is_noticed_although_the_controller_turns_it_off(
     batch_size, profile_error
 ):
-    engine = make(profile_error)
+    engine = make_engine(profile_error)
     # With one sequence and a profile it drafts rarely from the first hundred steps on.
     engine.run(4000 if batch_size == 1 else 1000, batch_size, WRONG)
     (warning,) = rejected(engine.core.checks)
@@ -64,7 +64,7 @@ def test_a_drafter_that_never_works_is_noticed_although_the_controller_turns_it_
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_a_drafter_on_hard_traffic_is_not(batch_size):
     for seed in range(2):
-        engine = make(seed=seed)
+        engine = make_engine(seed=seed)
         for _ in range(6):
             engine.run(100, batch_size, HARD)
             assert not engine.core.checks.warnings()
@@ -75,12 +75,12 @@ def test_a_drafter_of_115_tokens_that_is_verified_rarely_is_hardly_ever_suspecte
     for seed in range(60):
         steps = Steps()
         steps.random = random.Random(seed)
-        found = False
+        was_flagged = False
         for _ in range(200):
             steps.feed(1, [0.13] * 3, batch_size=1)
             steps.feed(10, [], batch_size=1, gamma=0)
-            found = found or bool(rejected(steps.checks))
-        accused += found
+            was_flagged = was_flagged or bool(rejected(steps.checks))
+        accused += was_flagged
     assert accused <= 2
 
 
@@ -158,13 +158,13 @@ def test_what_an_idle_drafter_would_have_given_counts():
         "nothing": ProposalCounts("mtp", 0, (4, 0, 0, 0)),
         "all": ProposalCounts("mtp", 0, (0, 0, 0, 4)),
     }
-    found = {}
+    conclusions = {}
     for name, proposals in shown.items():
         steps = Steps(spec)
         for _ in range(300):
             steps.put([4, 0, 0, 0], drafter="lookup", proposals=(proposals,))
-        found[name] = len(rejected(steps.checks))
-    assert found == {"nothing": 1, "all": 0}
+        conclusions[name] = len(rejected(steps.checks))
+    assert conclusions == {"nothing": 1, "all": 0}
 
 
 def test_a_measurements_load_says_nothing_about_the_drafter():

@@ -64,7 +64,7 @@ class TimedSteps:
                 self.step, batch_size, batch_size * context, "d", gamma,
                 (batch_size, *[0] * gamma), seconds,
             )  # fmt: skip
-            self.checks.time(report, seconds)
+            self.checks.observe_step_time(report, seconds)
 
     def take_turns(self, times: int, batch_size: int = 1, each: int = 1) -> None:
         for _ in range(times):
@@ -72,7 +72,7 @@ class TimedSteps:
                 self.run(each, gamma, batch_size)
 
     @property
-    def found(self) -> list[str]:
+    def flagged_arms(self) -> list[str]:
         return [it.found for it in self.checks.warnings()]
 
 
@@ -81,9 +81,9 @@ class TimedSteps:
 def test_an_engine_that_drafts_its_full_length_is_named(kind, each):
     engine = TimedSteps(kind, full_draft)
     engine.take_turns(6 + 200 // each, each=each)
-    assert len(engine.found) == 2
-    assert "takes no longer at gamma 5 than at gamma 0" in engine.found[0]
-    assert "takes no longer at gamma 5 than at gamma 1" in engine.found[1]
+    assert len(engine.flagged_arms) == 2
+    assert "takes no longer at gamma 5 than at gamma 0" in engine.flagged_arms[0]
+    assert "takes no longer at gamma 5 than at gamma 1" in engine.flagged_arms[1]
     assert {it.kind for it in engine.checks.warnings()} == {WarningKind.FLAT_STEP_TIME}
 
 
@@ -94,13 +94,13 @@ def test_an_engine_whose_drafts_cost_little_beside_a_flat_verification_is_not(co
     engine = TimedSteps(MTP, cost, noise)
     for _ in range(8):
         engine.take_turns(1 + 100 // each, each=each)
-        assert not engine.found
+        assert not engine.flagged_arms
 
 
 def test_a_verification_that_costs_is_no_flat_step_time():
     engine = TimedSteps(MTP, compute_bound)
     engine.take_turns(300, batch_size=32)
-    assert not engine.found
+    assert not engine.flagged_arms
 
 
 def test_few_visits_of_gamma_0_are_enough_on_a_steady_machine():
@@ -108,18 +108,18 @@ def test_few_visits_of_gamma_0_are_enough_on_a_steady_machine():
     for _ in range(6):
         engine.run(300, 5)
         engine.run(8, 0)
-    assert len(engine.found) == 1
+    assert len(engine.flagged_arms) == 1
     honest = TimedSteps(MTP, large_target, noise=0.004)
     for _ in range(40):
         honest.run(300, 5)
         honest.run(8, 0)
-        assert not honest.found
+        assert not honest.flagged_arms
 
 
 def test_too_few_steps_say_nothing():
     engine = TimedSteps(MTP, full_draft)
     engine.take_turns(8)
-    assert not engine.found
+    assert not engine.flagged_arms
 
 
 def test_a_machine_that_slows_down_hides_no_difference_and_makes_none():
@@ -130,7 +130,7 @@ def test_a_machine_that_slows_down_hides_no_difference_and_makes_none():
             for gamma in (5, 0):
                 engine.pace *= 1.0005
                 engine.run(10, gamma)
-        assert bool(engine.found) is warns
+        assert bool(engine.flagged_arms) is warns
 
 
 @pytest.mark.parametrize("cost", [large_target, no_rest])
@@ -143,7 +143,7 @@ def test_a_machine_that_is_slow_for_a_while_again_and_again_makes_no_difference(
             if machine.random() < 0.02:
                 engine.pace = 2.3 - engine.pace  # 1 or 1.3
             engine.run(1, GAMMAS[step // 60 % len(GAMMAS)])
-            if engine.found:
+            if engine.flagged_arms:
                 named += 1
                 break
     assert named == 0
@@ -155,29 +155,29 @@ def test_another_context_or_batch_is_not_compared():
         engine.run(1, 0, batch_size=4, context=100)
         engine.run(1, 5, batch_size=4, context=4000)
         engine.run(1, 3, batch_size=5, context=4000)
-    assert not engine.found
+    assert not engine.flagged_arms
 
 
 def test_outliers_do_not_hide_it():
     engine = TimedSteps(MTP, full_draft, noise=0.01, slow=0.02)
     engine.take_turns(600)
-    assert engine.found
+    assert engine.flagged_arms
 
 
 def test_a_block_drafter_is_flat_above_0_and_named_only_if_0_is_no_quicker():
     honest = TimedSteps(DFLASH, block)
     honest.take_turns(200)
-    assert not honest.found
+    assert not honest.flagged_arms
     engine = TimedSteps(DFLASH, lambda gamma, size: block(1, size))
     engine.take_turns(200)
-    assert len(engine.found) == 1
-    assert "gamma 0" in engine.found[0]
+    assert len(engine.flagged_arms) == 1
+    assert "gamma 0" in engine.flagged_arms[0]
 
 
 def test_a_lookup_costs_nothing_and_is_not_compared():
     engine = TimedSteps(NGRAM, lambda gamma, size: 0.03)
     engine.take_turns(300)
-    assert not engine.found
+    assert not engine.flagged_arms
 
 
 def test_what_is_kept_of_an_engine_with_many_lengths_and_batch_sizes_is_bounded():
@@ -189,16 +189,18 @@ def test_what_is_kept_of_an_engine_with_many_lengths_and_batch_sizes_is_bounded(
             for name in "ab":
                 step += 1
                 counts = (size, *[0] * gamma)
-                checks.time(StepReport(step, size, size, name, gamma, counts, 0.01), 0.01)
-    times = checks._times
+                checks.observe_step_time(
+                    StepReport(step, size, size, name, gamma, counts, 0.01), 0.01
+                )
+    times = checks._step_time_check
     assert len(times._differences) <= 2048
-    assert max(map(len, times._recent.values())) <= 16
+    assert max(map(len, times._recent_means.values())) <= 16
 
 
 def test_the_warning_ends_when_the_lengths_differ():
     engine = TimedSteps(MTP, full_draft)
     engine.take_turns(300)
-    assert engine.found
+    assert engine.flagged_arms
     engine.cost = large_target
     engine.take_turns(300)
-    assert not engine.found
+    assert not engine.flagged_arms

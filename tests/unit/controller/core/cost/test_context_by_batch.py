@@ -23,22 +23,22 @@ def test_before_any_step_it_is_the_profile_s():
 
 def test_batch_sizes_with_different_contexts_keep_their_own():
     stretches = [(1, 100_000.0, 20), (5, 500.0, 20)] * 4
-    found = seen(*stretches).by_bucket()
-    assert found[1] == pytest.approx(100_000, rel=0.1)
-    assert found[5] == pytest.approx(500, rel=0.2)
+    contexts = seen(*stretches).by_bucket()
+    assert contexts[1] == pytest.approx(100_000, rel=0.1)
+    assert contexts[5] == pytest.approx(500, rel=0.2)
 
 
 def test_a_batch_size_that_was_never_seen_has_the_context_of_those_near_it():
-    found = seen((1, 100_000.0, 20), (5, 500.0, 20)).by_bucket()
-    assert found[0] == pytest.approx(100_000, rel=0.05)
-    assert found[6] == pytest.approx(500, rel=0.2)
+    contexts = seen((1, 100_000.0, 20), (5, 500.0, 20)).by_bucket()
+    assert contexts[0] == pytest.approx(100_000, rel=0.05)
+    assert contexts[6] == pytest.approx(500, rel=0.2)
 
 
 def test_a_batch_size_that_returns_adapts_within_a_few_steps():
-    found = seen((2, 500.0, 100), (4, 500.0, 400), (2, 4000.0, 3)).by_bucket()
-    assert found[2] == pytest.approx(4000, rel=0.25)
+    contexts = seen((2, 500.0, 100), (4, 500.0, 400), (2, 4000.0, 3)).by_bucket()
+    assert contexts[2] == pytest.approx(4000, rel=0.25)
 
 
 def test_one_odd_step_moves_a_settled_average_little():
-    found = seen((3, 1000.0, 200), (3, 3000.0, 1)).by_bucket()
-    assert found[3] == pytest.approx(1100, rel=0.02)
+    contexts = seen((3, 1000.0, 200), (3, 3000.0, 1)).by_bucket()
+    assert contexts[3] == pytest.approx(1100, rel=0.02)

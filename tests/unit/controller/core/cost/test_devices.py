@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from controller.core.cost.roofline import DATA_SHEETS, Device, device
+from controller.core.cost.roofline import DATA_SHEETS, Device, device_from_data_sheet
 from controller.core.model_shapes import InvalidShapeError
 
 
@@ -28,34 +28,41 @@ from controller.core.model_shapes import InvalidShapeError
     ],
 )
 def test_a_driver_name_finds_its_data_sheet(name, teraflops, gigabytes):
-    found = device(name)
-    assert found.peak_flops == pytest.approx(teraflops * 1e12)
-    assert found.bandwidth == pytest.approx(gigabytes * 1e9)
+    data_sheet = device_from_data_sheet(name)
+    assert data_sheet.peak_flops == pytest.approx(teraflops * 1e12)
+    assert data_sheet.bandwidth == pytest.approx(gigabytes * 1e9)
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "NVIDIA RTX A1000", "NVIDIA H2000"])
 def test_an_unknown_device_is_refused_and_the_known_ones_are_listed(name):
     with pytest.raises(InvalidShapeError, match="H100 PCIE") as caught:
-        device(name)
+        device_from_data_sheet(name)
     assert all(key in str(caught.value) for key in DATA_SHEETS)
 
 
 def test_every_entry_finds_itself_and_not_a_shorter_one():
     for key in DATA_SHEETS:
-        assert device(f"Maker {key.lower()}") == replace(device(key), name=f"Maker {key.lower()}")
-    assert device("NVIDIA H100 NVL") != replace(device("NVIDIA H100"), name="NVIDIA H100 NVL")
+        assert device_from_data_sheet(f"Maker {key.lower()}") == replace(
+            device_from_data_sheet(key), name=f"Maker {key.lower()}"
+        )
+    assert device_from_data_sheet("NVIDIA H100 NVL") != replace(
+        device_from_data_sheet("NVIDIA H100"), name="NVIDIA H100 NVL"
+    )
 
 
 def test_several_gpus_are_faster_and_have_the_same_ridge():
-    one, four = device("H100"), device("H100").tensor_parallel(4)
+    one, four = (
+        device_from_data_sheet("H100"),
+        device_from_data_sheet("H100").with_tensor_parallel(4),
+    )
     assert four.bandwidth == 4 * one.bandwidth
     assert four.ridge == pytest.approx(one.ridge)
     with pytest.raises(InvalidShapeError, match="over 0 GPUs"):
-        one.tensor_parallel(0)
+        one.with_tensor_parallel(0)
 
 
 def test_a_data_sheet_has_no_overheads_until_they_are_asked_for():
-    plain = device("H100")
+    plain = device_from_data_sheet("H100")
     assert plain.step_overhead_seconds == plain.pass_overhead_seconds == 0
     typical = plain.with_typical_overheads()
     assert 0 < typical.pass_overhead_seconds < typical.step_overhead_seconds < 0.01

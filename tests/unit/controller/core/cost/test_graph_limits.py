@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell, batch_limits
 from controller.core.engine_spec import Fingerprint
-from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
+from tests.support.virtual_engine import engine_spec, gpu_step_seconds, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 SIZES = (1, 4, 16, 64)
@@ -33,7 +33,7 @@ def test_no_acceptance_makes_what_is_left_out_the_best(seconds, acceptance):
 
 
 def test_on_a_gpu_long_drafts_are_for_small_batches():
-    limits = batch_limits(profile_of(engine_spec(max_batch_size=256), gpu_like))
+    limits = batch_limits(profile_of(engine_spec(max_batch_size=256), gpu_step_seconds))
     assert 7 in limits
     assert 0 < limits[7] < 256
     assert 0 not in limits
@@ -42,7 +42,7 @@ def test_on_a_gpu_long_drafts_are_for_small_batches():
 
 
 def test_a_drafter_that_can_still_win_keeps_its_length_for_all():
-    one = profile_of(engine_spec(max_batch_size=256), gpu_like)
+    one = profile_of(engine_spec(max_batch_size=256), gpu_step_seconds)
     cheap = [
         ProfileCell("dflash", cell.gamma, cell.batch_size, 0.01, 0.0, 20)
         for cell in one.cells
@@ -56,6 +56,6 @@ def test_a_drafter_that_can_still_win_keeps_its_length_for_all():
 
 
 def test_a_size_that_was_not_measured_is_not_lost():
-    profile = profile_of(engine_spec(), gpu_like)
+    profile = profile_of(engine_spec(), gpu_step_seconds)
     few = [c for c in profile.cells if c.gamma != 7 or c.batch_size <= 4]
     assert 7 not in batch_limits(dataclasses.replace(profile, cells=tuple(few)))

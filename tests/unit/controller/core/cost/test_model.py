@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.model import CostModel
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.cost.table import Prior
+from controller.core.cost.table import CostPrior
 from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.settings import PlannerSettings
 
@@ -30,7 +30,7 @@ def observe(model, arm, batch_size, kv_tokens, seconds):
     """One plain step, learnt at once."""
     expected = model.predict(arm, batch_size, kv_tokens)
     model.observe(arm, batch_size, kv_tokens, expected, seconds)
-    model.learn()
+    model.commit()
 
 
 def plain(i, j):
@@ -42,9 +42,9 @@ TABLE = [[plain(i, j) for j in range(3)] for i in range(4)]
 
 def test_measured_cells_come_back_as_measured():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
-    found = model.costs(100.0)
-    assert found.seconds == pytest.approx(np.array(TABLE))
-    assert not found.extrapolated.any()
+    costs = model.costs(100.0)
+    assert costs.seconds == pytest.approx(np.array(TABLE))
+    assert not costs.extrapolated.any()
 
 
 def test_context_adds_its_scalar_per_token():
@@ -55,21 +55,21 @@ def test_context_adds_its_scalar_per_token():
 
 def test_outside_the_measured_grid_is_marked():
     arms = [*ARMS, Arm("mtp", 9)]
-    found = CostModel(arms, (1, 16, 64), profile(TABLE), SETTINGS).costs(100.0)
-    assert found.extrapolated[:, 2].all()
-    assert found.extrapolated[4].all()
-    assert not found.extrapolated[:4, :2].any()
-    assert found.seconds[4, 0] > found.seconds[3, 0]
+    costs = CostModel(arms, (1, 16, 64), profile(TABLE), SETTINGS).costs(100.0)
+    assert costs.extrapolated[:, 2].all()
+    assert costs.extrapolated[4].all()
+    assert not costs.extrapolated[:4, :2].any()
+    assert costs.seconds[4, 0] > costs.seconds[3, 0]
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
 @settings(max_examples=80, deadline=None)
 def test_after_smoothing_no_cost_falls_with_batch_or_draft_length(values):
     table = np.array(values).reshape(4, 3)
-    found = CostModel(ARMS, (1, 2, 4, 9, 16), profile(table), SETTINGS).costs(100.0).seconds
-    assert np.all(np.diff(found, axis=0) >= -1e-12)
-    assert np.all(np.diff(found, axis=1) >= -1e-12)
-    assert np.all(found > 0)
+    step_seconds = CostModel(ARMS, (1, 2, 4, 9, 16), profile(table), SETTINGS).costs(100.0).seconds
+    assert np.all(np.diff(step_seconds, axis=0) >= -1e-12)
+    assert np.all(np.diff(step_seconds, axis=1) >= -1e-12)
+    assert np.all(step_seconds > 0)
 
 
 def test_a_single_wild_step_moves_nothing():
@@ -79,17 +79,17 @@ def test_a_single_wild_step_moves_nothing():
     before = model.costs(100.0).seconds.copy()
     observe(model, 2, 4, 400, 10 * TABLE[2][1])
     assert model.costs(100.0).seconds == pytest.approx(before)
-    assert model.rejected == 1
+    assert model.rejected_steps == 1
 
 
 def test_a_machine_that_slows_down_moves_all_arms_and_so_no_choice():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     for _ in range(300):
         observe(model, 2, 4, 400, 1.3 * TABLE[2][1])
-    found = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
-    assert found[2] == pytest.approx(1.3, rel=0.02)
+    slowdown = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
+    assert slowdown[2] == pytest.approx(1.3, rel=0.02)
     # The arm that ran takes more of it than the others, but they follow.
-    assert np.all(found > 1.08)
+    assert np.all(slowdown > 1.08)
 
 
 def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
@@ -101,7 +101,7 @@ def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
                 for _ in range(8):
                     expected = model.predict(i, size, 100 * size)
                     model.observe(i, size, 100 * size, expected, 1.2 * TABLE[i][j])
-        model.learn()
+        model.commit()
         assert np.all(model.drift() < 1.25)
     assert model.drift() == pytest.approx(np.full((4, 3), 1.2), rel=0.02)
 
@@ -132,11 +132,11 @@ def test_one_arm_that_costs_more_than_its_table_moves_its_kin():
     for _ in range(200):
         observe(model, 2, 4, 400, 1.3 * TABLE[2][1])
         observe(model, 0, 4, 400, TABLE[0][1])
-    found = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
-    assert found[0] == pytest.approx(1.0, abs=0.02)
-    assert found[2] == pytest.approx(1.3, abs=0.02)
-    assert found[1] > 1.1
-    assert found[3] > 1.1
+    slowdown = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
+    assert slowdown[0] == pytest.approx(1.0, abs=0.02)
+    assert slowdown[2] == pytest.approx(1.3, abs=0.02)
+    assert slowdown[1] > 1.1
+    assert slowdown[3] > 1.1
 
 
 def test_a_table_that_surprises_is_trusted_less_where_it_was_never_run():
@@ -146,16 +146,19 @@ def test_a_table_that_surprises_is_trusted_less_where_it_was_never_run():
             observe(model, 0, 4, 400, TABLE[0][1])
         for _ in range(30):
             observe(model, 2, 4, 400, factor * TABLE[2][1])
-    assert surprised.uncertainty().relative(1, 2)[3] > 1.5 * calm.uncertainty().relative(1, 2)[3]
+    assert (
+        surprised.uncertainty().relative_variance(1, 2)[3]
+        > 1.5 * calm.uncertainty().relative_variance(1, 2)[3]
+    )
 
 
 def test_running_two_arms_settles_which_is_cheaper():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
-    before = model.uncertainty().relative(1, 0)[2]
+    before = model.uncertainty().relative_variance(1, 0)[2]
     for _ in range(20):
         observe(model, 0, 4, 400, TABLE[0][1])
         observe(model, 2, 4, 400, TABLE[2][1])
-    after = model.uncertainty().relative(1, 0)
+    after = model.uncertainty().relative_variance(1, 0)
     assert after[2] < before / 10
     assert after[0] == 0
 
@@ -170,7 +173,7 @@ def test_a_batch_between_two_sizes_is_priced_between_them_unless_it_is_padded():
 
 def test_a_prior_is_used_where_there_is_no_profile():
     grid = np.array(TABLE) * 3
-    model = CostModel(ARMS, SIZES, None, SETTINGS, prior=Prior("roofline", grid, 1e-6))
+    model = CostModel(ARMS, SIZES, None, SETTINGS, prior=CostPrior("roofline", grid, 1e-6))
     assert model.costs(0.0).seconds == pytest.approx(grid)
     assert model.costs(1000.0).seconds[0, 2] == pytest.approx(grid[0, 2] + 16 * 1000 * 1e-6)
 
@@ -181,10 +184,10 @@ def test_whatever_an_engine_reports_costs_stay_positive_and_finite(steps):
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     for arm, seconds in steps:
         observe(model, arm, 4, 400, seconds)
-    found = model.costs(100.0).seconds
-    assert np.all(np.isfinite(found))
-    assert np.all(found > 0)
-    assert np.all(model.uncertainty().relative(1, 0) >= 0)
+    step_seconds = model.costs(100.0).seconds
+    assert np.all(np.isfinite(step_seconds))
+    assert np.all(step_seconds > 0)
+    assert np.all(model.uncertainty().relative_variance(1, 0) >= 0)
 
 
 def test_without_a_profile_live_steps_fix_the_scale_at_once():
@@ -196,14 +199,14 @@ def test_without_a_profile_live_steps_fix_the_scale_at_once():
 
 def test_a_drafter_without_measurements_is_never_silently_cheap():
     arms = [*ARMS, Arm("dflash", 4)]
-    found = CostModel(arms, SIZES, profile(TABLE), SETTINGS).costs(100.0)
-    assert np.all(found.seconds[4] >= found.seconds[:4].max())
-    assert found.extrapolated[4].all()
+    costs = CostModel(arms, SIZES, profile(TABLE), SETTINGS).costs(100.0)
+    assert np.all(costs.seconds[4] >= costs.seconds[:4].max())
+    assert costs.extrapolated[4].all()
 
 
 def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
     def due(model, buckets, gain=1.1):
-        return [model.uncertainty().off_is_due(j, gain) for j in range(buckets)]
+        return [model.uncertainty().is_off_due(j, gain) for j in range(buckets)]
 
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     observe(model, 0, 1, 100, TABLE[0][0])

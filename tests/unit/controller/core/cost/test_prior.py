@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.cost.table import prior_for
+from controller.core.cost.table import select_prior
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import (
@@ -40,11 +40,11 @@ def spec(device="NVIDIA H200", shape=TARGET, drafter=DRAFTER):
 
 
 def test_known_shapes_on_a_known_gpu_are_priced_by_the_roofline():
-    prior = prior_for(spec(), ARMS, SIZES)
+    prior = select_prior(spec(), ARMS, SIZES)
     assert prior.name == "roofline"
     # A plain step at B = 1 reads the weights once: 16 GB at 4.8 TB/s, and overheads.
     assert 0.003 < prior.grid[0, 0] < 0.006
-    assert prior.kv_rate > 0
+    assert prior.seconds_per_kv_token > 0
     assert np.all(np.diff(prior.grid, axis=0) >= 0)
     assert np.all(np.diff(prior.grid, axis=1) >= 0)
 
@@ -64,13 +64,13 @@ def test_known_shapes_on_a_known_gpu_are_priced_by_the_roofline():
     ],
 )
 def test_anything_unknown_falls_back_to_the_guess(unknown):
-    prior = prior_for(unknown, ARMS, SIZES)
+    prior = select_prior(unknown, ARMS, SIZES)
     assert prior.name == "generic"
     assert np.all(prior.grid > 0)
 
 
 def test_a_gpu_of_half_the_speed_takes_twice_as_long():
-    slow, fast = (prior_for(spec(device=d), ARMS, SIZES).grid for d in ("NVIDIA A100", "H200"))
+    slow, fast = (select_prior(spec(device=d), ARMS, SIZES).grid for d in ("NVIDIA A100", "H200"))
     assert np.all(slow > fast)
 
 
@@ -85,7 +85,7 @@ def test_decisions_from_a_prior_say_so_and_say_which(shape):
 
 
 def test_the_roofline_knows_that_drafting_is_cheap_at_one_and_dear_at_many():
-    grid = prior_for(spec(), ARMS, SIZES).grid
+    grid = select_prior(spec(), ARMS, SIZES).grid
     ratio = grid[2] / grid[0]
     assert ratio[0] < 1.4
     assert ratio[-1] > ratio[0] + 0.3

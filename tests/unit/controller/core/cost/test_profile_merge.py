@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.cost.profile_merge import (
     differences,
-    distinct,
     measurements_of,
     merge_profiles,
+    select_distinct,
 )
 from controller.core.engine_spec import Fingerprint
 from controller.core.errors import ProfileMergeError
@@ -21,20 +21,20 @@ from tests.unit.controller.core.cost.small_profile import PROFILE
 KEYS = [(gamma, batch) for gamma in (0, 1, 3) for batch in (1, 8)]
 
 
-def measured(*, kv=128.0, slope=0.0, catch_up=0.0, at="2026-01-01", **cells):
+def measured(*, kv=128.0, slope=0.0, catch_up=0.0, timestamp="2026-01-01", **cells):
     """A profile of one pod; cells: b<batch>g<gamma> = (seconds, spread, steps)."""
-    made = tuple(
+    profile_cells = tuple(
         ProfileCell("mtp", int(name[3:]), int(name[1]), *values) for name, values in cells.items()
     )
     return dataclasses.replace(
-        PROFILE, cells=made, kv_tokens_per_sequence=kv, seconds_per_kv_token=slope,
-        catch_up_seconds_per_token=catch_up, measured_at=at,
+        PROFILE, cells=profile_cells, kv_tokens_per_sequence=kv, seconds_per_kv_token=slope,
+        catch_up_seconds_per_token=catch_up, measured_at=timestamp,
     )  # fmt: skip
 
 
 def test_steps_add_up_and_the_spread_holds_what_lies_between_the_pods():
-    one = measured(b1g0=(0.010, 0.001, 30), at="2026-01-01")
-    two = measured(b1g0=(0.014, 0.001, 10), b1g2=(0.02, 0.002, 5), at="2026-01-02")
+    one = measured(b1g0=(0.010, 0.001, 30), timestamp="2026-01-01")
+    two = measured(b1g0=(0.014, 0.001, 10), b1g2=(0.02, 0.002, 5), timestamp="2026-01-02")
     merged = merge_profiles([one, two])
     plain, drafting = merged.cells
     assert plain.steps == 40
@@ -102,7 +102,7 @@ def test_a_measurement_never_counts_twice():
         merge_profiles([merged, one])
     with pytest.raises(ProfileMergeError):
         merge_profiles([three, three])
-    assert distinct([one, three, merged, three]) == [merged, three]
+    assert select_distinct([one, three, merged, three]) == [merged, three]
     assert measurements_of(three) == (three.profile_id,)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from controller.core.cost.roofline import (
     Device,
     Overlap,
-    device,
+    device_from_data_sheet,
     experts_touched,
     kv_token_seconds,
     prior_grid,
@@ -27,7 +27,7 @@ from controller.core.model_shapes import (
 )
 from tests.support.drafting import draft_seconds
 
-H100 = device("H100")
+H100 = device_from_data_sheet("H100")
 MTP = DrafterShape(DrafterKind.MTP, dense_params=300_000_000)
 DFLASH = DrafterShape(DrafterKind.DFLASH, dense_params=900_000_000, block_size=16)
 NGRAM = DrafterShape(DrafterKind.NGRAM)
@@ -173,7 +173,7 @@ def intensity(kind, width, context):
 def test_grouped_attention_stays_memory_bound_far_beyond_any_draft():
     # "Adaptive speculative decoding": 16 query heads on 2, so 8 T, and a ridge at T of about 35.
     gqa = GroupedQueryAttention(query_heads=16, kv_heads=2, head_dim=256)
-    ridge = device("B200").ridge
+    ridge = device_from_data_sheet("B200").ridge
     assert intensity(gqa, 1, 10**7) == pytest.approx(8, rel=1e-3)
     assert intensity(gqa, 17, 10**7) == pytest.approx(8 * 17, rel=1e-3)
     crossing = next(t for t in range(1, 100) if intensity(gqa, t, 10**7) > ridge)
@@ -183,14 +183,17 @@ def test_grouped_attention_stays_memory_bound_far_beyond_any_draft():
 def test_latent_attention_is_compute_bound_from_the_second_token_on():
     # Same source: MLA crossed the ridge at T = 2.
     mla = LatentAttention(query_heads=128, latent_dim=512, rope_dim=64)
-    ridge = device("B200").ridge
+    ridge = device_from_data_sheet("B200").ridge
     assert intensity(mla, 1, 10**7) < ridge < intensity(mla, 2, 10**7)
 
 
 def test_context_grows_dearer_with_gamma_under_mla_only():
     def rates(kind):
         shape = ModelShape(2048, 1000, ((kind, 10),), 10**9)
-        return [kv_token_seconds(shape, NGRAM, device("B200"), gamma) for gamma in (0, 8)]
+        return [
+            kv_token_seconds(shape, NGRAM, device_from_data_sheet("B200"), gamma)
+            for gamma in (0, 8)
+        ]
 
     gqa = rates(GroupedQueryAttention(16, 2, 256))
     mla = rates(LatentAttention(128, 512, 64))

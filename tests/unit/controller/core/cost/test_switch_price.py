@@ -35,15 +35,17 @@ def test_one_outlier_counts_as_two_steps_at_most():
 
 def test_until_the_price_is_known_a_switched_step_tells_nothing_of_its_arm():
     price = SwitchPrice()
-    assert price.without(report(0.012, switched=True)) is None
-    assert price.without(report(0.010, switched=False)) == 0.010
+    assert price.seconds_without_switch(report(0.012, switched=True)) is None
+    assert price.seconds_without_switch(report(0.010, switched=False)) == 0.010
     for _ in range(20):
         price.observe(0.012, 0.010)
-    assert price.without(report(0.012, switched=True)) == pytest.approx(0.010, rel=0.01)
+    assert price.seconds_without_switch(report(0.012, switched=True)) == pytest.approx(
+        0.010, rel=0.01
+    )
 
 
 def test_where_every_step_is_switched_the_arms_are_learnt_with_the_switch_in_them():
     price = SwitchPrice()
-    found = [price.without(report(0.012, switched=True)) for _ in range(10)]
-    assert found[0] is None
-    assert found[-1] == 0.012
+    prices = [price.seconds_without_switch(report(0.012, switched=True)) for _ in range(10)]
+    assert prices[0] is None
+    assert prices[-1] == 0.012

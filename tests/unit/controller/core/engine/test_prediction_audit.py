@@ -7,13 +7,13 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine.prediction_audit import gains
+from controller.core.engine.prediction_audit import estimate_gains
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import RowGroup, StepFlags, StepReport
-from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
+from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_step_seconds, profile_of
 
 CURVE = [0.8] * 7
 STATIC = 3
@@ -25,34 +25,36 @@ def spec_of(safe_gamma: int | None = STATIC) -> EngineSpec:
 
 def make(safe_gamma: int | None = STATIC, profile_error: float = 1.0) -> VirtualEngine:
     spec, clock = spec_of(safe_gamma), VirtualClock()
-    profile = profile_of(spec, gpu_like, profile_error)
+    profile = profile_of(spec, gpu_step_seconds, profile_error)
     controller = EngineController(spec, PlannerSettings(), profile, clock)
-    return VirtualEngine(controller, clock, gpu_like, random.Random(1))
+    return VirtualEngine(controller, clock, gpu_step_seconds, random.Random(1))
 
 
 def truth(gamma: int, tokens: int, batch_size: int) -> float:
     """Seconds in which gamma would make them, by what the virtual engine is made of."""
     expected = sum(0.8**k for k in range(1, gamma + 1))
-    return tokens / (batch_size * (1 + expected)) * gpu_like(gamma, batch_size)
+    return tokens / (batch_size * (1 + expected)) * gpu_step_seconds(gamma, batch_size)
 
 
 def test_the_counterfactuals_are_what_other_choices_would_have_taken():
     engine = make()
     engine.run(300, 4, CURVE)
-    before = dict(engine.core.prediction_audit.instead_seconds)
+    before = dict(engine.core.prediction_audit.alternative_seconds)
     wanted = {"off": 0.0, "static": 0.0}
     # Batches of several rows, so that each has to be priced as itself.
     for batch_size in (4, 32, 4, 64, 11):
         tokens = engine.tokens
         engine.run(200, batch_size, CURVE)
-        made = engine.tokens - tokens
-        wanted["off"] += truth(0, made, batch_size)
-        wanted["static"] += truth(STATIC, made, batch_size)
+        new_tokens = engine.tokens - tokens
+        wanted["off"] += truth(0, new_tokens, batch_size)
+        wanted["static"] += truth(STATIC, new_tokens, batch_size)
     engine.clock.advance(10.0)
     engine.core.next_plan()
     for name, seconds in wanted.items():
-        found = engine.core.prediction_audit.instead_seconds[name] - before[name]
-        assert found == pytest.approx(seconds, rel=0.05), name
+        counterfactual_seconds = (
+            engine.core.prediction_audit.alternative_seconds[name] - before[name]
+        )
+        assert counterfactual_seconds == pytest.approx(seconds, rel=0.05), name
 
 
 def test_what_runs_as_the_static_reference_gains_nothing_over_it():
@@ -63,10 +65,10 @@ def test_what_runs_as_the_static_reference_gains_nothing_over_it():
     engine.clock.advance(10.0)
     engine.core.next_plan()
     prediction_audit = engine.core.prediction_audit
-    assert prediction_audit.instead_seconds["static"] == pytest.approx(
+    assert prediction_audit.alternative_seconds["static"] == pytest.approx(
         prediction_audit.plain_seconds, rel=0.05
     )
-    assert prediction_audit.instead_seconds["off"] > 1.5 * prediction_audit.plain_seconds
+    assert prediction_audit.alternative_seconds["off"] > 1.5 * prediction_audit.plain_seconds
 
 
 def test_a_batch_range_splits_rows_and_not_the_account():
@@ -79,8 +81,10 @@ def test_a_batch_range_splits_rows_and_not_the_account():
         engine.run(500, 37, CURVE)
         engine.clock.advance(10.0)
         engine.core.next_plan()
-    found = [e.core.prediction_audit.instead_seconds["off"] / e.tokens for e in (plain, split)]
-    assert found[0] == pytest.approx(found[1], rel=0.02)
+    tokens_per_second = [
+        e.core.prediction_audit.alternative_seconds["off"] / e.tokens for e in (plain, split)
+    ]
+    assert tokens_per_second[0] == pytest.approx(tokens_per_second[1], rel=0.02)
 
 
 def test_predictions_and_expectations_come_true_with_a_right_profile():
@@ -99,7 +103,7 @@ def test_predictions_and_expectations_come_true_with_a_right_profile():
 def test_errors_add_up_whichever_way_they_go():
     core = make().core
     for step in range(1, 101):
-        seconds = gpu_like(2, 4) * (1.2 if step % 2 else 0.8)
+        seconds = gpu_step_seconds(2, 4) * (1.2 if step % 2 else 0.8)
         core.observe(StepReport(step, 4, 2048, "mtp", 2, (1, 1, 2), seconds))
     prediction_audit = core.prediction_audit
     assert prediction_audit.predicted_seconds == pytest.approx(
@@ -119,8 +123,8 @@ def test_a_row_that_had_ended_would_not_have_decoded_with_another_choice_either(
         core.current_plan()
         core.observe(StepReport(1, 4, 2048, "mtp", 2, counts, 0.01, groups=groups))
         core.next_plan()
-        core.force(Arm("mtp", 7))
-        instead.append(core.prediction_audit.instead_seconds["off"])
+        core.force_arm(Arm("mtp", 7))
+        instead.append(core.prediction_audit.alternative_seconds["off"])
     assert instead[0] == instead[1] > 0
 
 
@@ -136,7 +140,7 @@ def test_steps_that_are_not_plain_are_left_out(flags: StepFlags):
 
 def test_a_measurement_is_left_out():
     core = make().core
-    core.force(Arm("mtp", 7))
+    core.force_arm(Arm("mtp", 7))
     core.observe(StepReport(1, 4, 2048, "mtp", 7, (0, 0, 0, 0, 0, 0, 0, 4), 0.01))
     assert core.prediction_audit.plain_seconds == 0
 
@@ -144,15 +148,15 @@ def test_a_measurement_is_left_out():
 def test_an_engine_that_does_not_say_what_it_would_run_has_no_static_reference():
     engine = make(None)
     engine.run(50, 4, CURVE)
-    assert set(engine.core.prediction_audit.instead_seconds) == {"off"}
+    assert set(engine.core.prediction_audit.alternative_seconds) == {"off"}
     values = {Arm("mtp", 0): 100.0, Arm("mtp", 3): 150.0}
-    assert gains(values, spec_of(None), Arm("mtp", 3)) == {"off": 1.5}
-    assert gains(values, spec_of(3), Arm("mtp", 3)) == {"off": 1.5, "static": 1.0}
+    assert estimate_gains(values, spec_of(None), Arm("mtp", 3)) == {"off": 1.5}
+    assert estimate_gains(values, spec_of(3), Arm("mtp", 3)) == {"off": 1.5, "static": 1.0}
 
 
 def test_the_best_of_several_drafters_that_are_off_counts():
     values = {Arm("a", 0): 100.0, Arm("b", 0): 120.0, Arm("b", 2): 180.0}
-    assert gains(values, spec_of(None), Arm("b", 2)) == {"off": 1.5}
+    assert estimate_gains(values, spec_of(None), Arm("b", 2)) == {"off": 1.5}
 
 
 def test_a_safe_gamma_that_is_not_prepared_is_refused():

@@ -10,8 +10,8 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
 from controller.wire.explanations import explain
-from controller.wire.override_effects import preview
-from tests.support.virtual_engine import VirtualEngine, make
+from controller.wire.override_effects import preview_plan
+from tests.support.virtual_engine import VirtualEngine, make_engine
 
 FLEET = Scope(ScopeKind.FLEET)
 # At B = 64 drafts of 2 and 3 take about 6 ms a token, 1 and 5 somewhat more, 0 and 7 much more.
@@ -23,7 +23,7 @@ def bound_by(seconds: float, name: str = "slow", low: int = 0, high: int = 0) ->
 
 
 def bounded(seconds: float, **constants: object) -> VirtualEngine:
-    return make(settings=PlannerSettings(tpot_ceiling_seconds=seconds, **constants))  # type: ignore[arg-type]
+    return make_engine(settings=PlannerSettings(tpot_ceiling_seconds=seconds, **constants))  # type: ignore[arg-type]
 
 
 def probed(engine: VirtualEngine, steps: int) -> list[tuple[int, float]]:
@@ -31,24 +31,24 @@ def probed(engine: VirtualEngine, steps: int) -> list[tuple[int, float]]:
 
     Those that begin while nothing keeps the bound are left out.
     """
-    controller, found, last = engine.core, [], 0
+    controller, probe_arms, last = engine.core, [], 0
     for _ in range(steps):
         engine.run(1, BATCH, CURVE)
-        if controller.explorer.running is None:
+        if controller.explorer.running_probe is None:
             continue
-        probe = controller.explorer.running[1]
+        probe = controller.explorer.running_probe[1]
         if probe.probe_id > last:
             last, shown = probe.probe_id, explain(controller, BATCH)
             if shown.bound is not None and not shown.bound.attainable:
                 continue
             arm = next(a for a in shown.arms if a.arm == probe.arm)
-            found.append((probe.arm.gamma, arm.seconds_per_token))
-    return found
+            probe_arms.append((probe.arm.gamma, arm.seconds_per_token))
+    return probe_arms
 
 
 def test_what_breaks_the_bound_by_the_estimates_is_not_probed():
     bound = 0.0062
-    free = probed(make(), 1500)
+    free = probed(make_engine(), 1500)
     assert any(gamma > 0 and seconds > bound for gamma, seconds in free)
     engine = bounded(bound)
     kept = probed(engine, 1500)
@@ -64,9 +64,9 @@ def test_plain_decoding_under_a_bound_still_notices_better_traffic():
     arms = {value.arm.gamma: value for value in explain(engine.core, 32).arms}
     assert arms[0].chosen
     assert all(arms[gamma].seconds_per_token > 0.009 for gamma in arms if gamma)
-    before = engine.core.explorer.probes
+    before = engine.core.explorer.probe_count
     engine.run(1000, 32, [0.03] * 7)
-    assert engine.core.explorer.probes > before
+    assert engine.core.explorer.probe_count > before
     engine.run(400, 32, [0.95] * 7)
     assert Counter(arm.gamma for arm in engine.arms_run[-100:])[0] < 10
 
@@ -87,7 +87,7 @@ def test_a_bound_that_changes_nothing_is_shown_and_no_reason():
     assert shown.bound is not None
     assert (shown.bound.bound.seconds, shown.bound.bound.override_id) == (0.0075, "")
     assert shown.bound.is_kept
-    assert not shown.bound.binds
+    assert not shown.bound.is_binding
     assert shown.bound.attainable
     assert shown.bound.kept_up_to == 64
     assert "bound" not in shown.plan.reason_detail
@@ -105,7 +105,7 @@ def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     assert shown.bound is not None
     assert not shown.bound.is_kept
     assert not shown.bound.attainable
-    assert shown.bound.binds
+    assert shown.bound.is_binding
     assert shown.bound.expected_seconds <= fastest.seconds_per_token * 1.01
     upto = shown.bound.kept_up_to
     assert 8 <= upto < BATCH
@@ -115,27 +115,27 @@ def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     assert there.attainable
     assert above is not None
     assert not above.attainable
-    detail = engine.core.force(None).reason_detail
+    detail = engine.core.force_arm(None).reason_detail
     assert "ms a token expected, " in detail
     assert "above the bound of 5 ms a token, which no choice keeps here; batches up to" in detail
 
 
 def test_a_bound_out_of_all_reach_is_told_in_few_words():
-    engine = make()
+    engine = make_engine()
     engine.core.set_overrides([bound_by(1e-6)])
-    detail = engine.core.force(None).reason_detail
+    detail = engine.core.force_arm(None).reason_detail
     assert "times the bound of 0.001 ms a token (override slow)" in detail
     assert detail.endswith("no batch keeps it")
 
 
-@pytest.mark.parametrize("by", ["setting", "override"])
-def test_a_bound_that_excludes_what_a_rule_wants_is_named(by: str):
+@pytest.mark.parametrize("bounding_rule", ["setting", "override"])
+def test_a_bound_that_excludes_what_a_rule_wants_is_named(bounding_rule: str):
     # TIDE's rule drafts 7 or not at all; of the others 3 is the fastest.
     rule = PlannerSettings(policy="tide", tide_gamma=7)
-    engine = make(settings=rule)
+    engine = make_engine(settings=rule)
     engine.run(300, BATCH, CURVE)
     assert engine.core.current_plan().row_for(BATCH).arm == Arm("mtp", 7)
-    if by == "override":
+    if bounding_rule == "override":
         engine.core.set_overrides([bound_by(0.0062)])
         whose = " (override slow)"
     else:
@@ -147,23 +147,23 @@ def test_a_bound_that_excludes_what_a_rule_wants_is_named(by: str):
     row = plan.row_for(BATCH)
     assert row.arm.gamma in {2, 3}
     assert f"bound of 6.2 ms a token{whose} excludes mtp gamma 7" in plan.reason_detail
-    assert row.reason is (Reason.OVERRIDE if by == "override" else Reason.EXPLOIT)
+    assert row.reason is (Reason.OVERRIDE if bounding_rule == "override" else Reason.EXPLOIT)
     state = explain(engine.core, BATCH).bound
     assert state is not None
-    assert state.binds
+    assert state.is_binding
     assert state.excluded == Arm("mtp", 7)
     # At B = 1 longer drafts keep it, and the bound is no reason.
     assert plan.row_for(1).arm.gamma == 7
     assert plan.row_for(1).reason is Reason.EXPLOIT
     engine.core.set_overrides([])
-    if by == "override":
+    if bounding_rule == "override":
         assert engine.core.next_plan() is not None
         assert engine.core.current_plan().row_for(BATCH).arm.gamma == 7
         assert explain(engine.core, BATCH).bound is None
 
 
 def test_an_override_bounds_the_batches_that_it_is_for():
-    engine = make()
+    engine = make_engine()
     engine.run(300, BATCH, CURVE)
     engine.core.set_overrides([bound_by(0.0062, low=33)])
     engine.core.next_plan()
@@ -177,16 +177,16 @@ def test_an_override_bounds_the_batches_that_it_is_for():
 
 def test_a_preview_shows_what_a_bound_would_change_and_where_nothing_keeps_it():
     rule = PlannerSettings(policy="tide", tide_gamma=7)
-    engine = make(settings=rule)
+    engine = make_engine(settings=rule)
     engine.run(300, BATCH, CURVE)
     before = engine.core.current_plan()
-    rows = preview(engine.core, [bound_by(0.0062)])
+    rows = preview_plan(engine.core, [bound_by(0.0062)])
     assert engine.core.current_plan() is before
     last = rows[-1]
     assert (last.before.gamma, last.max_batch_size) == (7, 64)
     assert last.after.gamma in {2, 3}
     assert not any(row.above_bound for row in rows)
-    tight = preview(engine.core, [bound_by(0.005)])
+    tight = preview_plan(engine.core, [bound_by(0.005)])
     assert [row.above_bound for row in tight] == sorted(row.above_bound for row in tight)
     assert tight[-1].above_bound
     assert not tight[0].above_bound
@@ -200,7 +200,7 @@ def test_a_preview_shows_what_a_bound_would_change_and_where_nothing_keeps_it():
 
 
 def test_a_pinned_arm_that_breaks_the_bound_runs_and_says_that_it_does():
-    engine = make()
+    engine = make_engine()
     engine.run(300, BATCH, CURVE)
     pin = Override("pin", FLEET, Rule(gamma=7), "ann", "because")
     engine.core.set_overrides([bound_by(0.0062), pin])

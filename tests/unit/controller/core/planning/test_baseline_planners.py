@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.shifts import ShiftProbabilities
+from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
@@ -21,11 +21,11 @@ from controller.wire.explanations import explain
 from simulator.peers.sglang_adaptive import PeerUnavailableError, SGLangAdaptive
 from simulator.policy import StepRecord
 from tests.support.accepted_counts import accepted_counts
-from tests.support.virtual_engine import make
+from tests.support.virtual_engine import make_engine
 
 GAMMAS = (0, 1, 3, 5, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]
-CALM = Hazard(1e-4, 0.0)
+CALM = ShiftProbabilities(1e-4, 0.0)
 
 
 def values(expected, seconds):
@@ -111,7 +111,7 @@ def test_every_policy_that_can_be_set_can_be_made():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_policy_comes_from_the_environment_and_steers(policy, monkeypatch):
     monkeypatch.setenv("CONTROLLER_PLANNER__POLICY", policy)
-    engine = make(settings=Settings.load().planner)
+    engine = make_engine(settings=Settings.load().planner)
     engine.run(600, 4, [0.8] * 8)
     assert {arm.gamma for arm in engine.arms_run[300:]} & {3, 5, 7}
     explanation = explain(engine.core)

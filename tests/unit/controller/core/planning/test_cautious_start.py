@@ -10,7 +10,7 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from tests.support.virtual_engine import engine_spec, gpu_like
+from tests.support.virtual_engine import engine_spec, gpu_step_seconds
 
 
 def planned(core: EngineController) -> set[int]:
@@ -39,7 +39,7 @@ def test_decisions_come_to_rest_while_no_step_runs_and_outlive_a_reload(seed: in
         gamma, batch_size = rng.choice((0, 0, 3, 5, 7)), rng.choice((1, 4, 16, 64))
         counts = [0] * (gamma + 1)
         counts[min(gamma, rng.choice((0, 1, 1, 2)))] = batch_size
-        seconds = gpu_like(gamma, batch_size) * rng.uniform(0.8, 1.6)
+        seconds = gpu_step_seconds(gamma, batch_size) * rng.uniform(0.8, 1.6)
         core.observe(
             StepReport(
                 step, batch_size, 512 * batch_size, "mtp", gamma, tuple(counts), seconds,

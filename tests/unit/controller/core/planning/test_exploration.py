@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceEstimator
+from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import CostModel
 from controller.core.engine_spec import Arm
-from controller.core.planning.doubt import expected_improvement, relative_variance
-from controller.core.planning.exploration import Explorer, Situation
-from controller.core.planning.planner import evaluate
+from controller.core.planning.exploration import Explorer, ProbeSituation
+from controller.core.planning.planner import evaluate_arms
+from controller.core.planning.value_uncertainty import expected_improvement, relative_variance
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import RowGroup, StepReport
 from controller.wire.explanations import explain
 from tests.support.accepted_counts import accepted_counts
-from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
+from tests.support.virtual_engine import engine_spec, gpu_step_seconds, make_engine, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]
@@ -32,8 +32,8 @@ SETTINGS = PlannerSettings()
 @settings(max_examples=60, deadline=None)
 def test_expected_improvement_is_the_mean_of_what_is_above_zero(mean, sd):
     x = np.random.default_rng(0).normal(mean, sd, 200_000)
-    found = expected_improvement(np.array([mean]), np.array([sd]))[0]
-    assert found == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
+    improvement = expected_improvement(np.array([mean]), np.array([sd]))[0]
+    assert improvement == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
 
 
 def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True):
@@ -41,18 +41,18 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     estimator, rng = AcceptanceEstimator(7, SETTINGS), random.Random(0)
     for _ in range(steps):
         counts = accepted_counts(rng, SIZES[bucket], GAMMAS[current], acceptance)
-        estimator.fold(counts)
-    costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_like), SETTINGS)
+        estimator.observe(counts)
+    costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_step_seconds), SETTINGS)
     if off_ran:
         seconds = costs.predict(0, SIZES[bucket], 512 * SIZES[bucket])
         costs.observe(0, SIZES[bucket], 512 * SIZES[bucket], seconds, seconds)
-        costs.learn()
+        costs.commit()
     curve = estimator.curve()
-    values = evaluate(
+    values = evaluate_arms(
         ARMS, np.array(SIZES, dtype=float), TrafficCurves({"mtp": curve}, {}, {"mtp": curve}),
         costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0, 0.0),
     )  # fmt: skip
-    return Situation(
+    return ProbeSituation(
         values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket
     )
 
@@ -71,25 +71,25 @@ def report(step, probe_id=0, gamma=3, batch=1, accepted=0, seconds=0.01):
 
 def test_what_a_short_draft_cannot_see_is_looked_at():
     ours = explorer()
-    ours.consider(situation(0.85, 30, current=1), 0.0)
-    assert ours.running is not None
-    bucket, probe = ours.running
+    ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
+    assert ours.running_probe is not None
+    bucket, probe = ours.running_probe
     assert bucket == 0
     assert probe.arm.gamma > 1
 
 
 def test_gamma_0_is_tried_early_whatever_the_estimates_say():
     ours = explorer(credit=0.0)
-    ours.consider(situation(0.95, 400, current=4, off_ran=False), 0.0)
-    assert ours.running is not None
-    assert (ours.running[1].arm.gamma, ours.running[1].steps) == (0, 3)
+    ours.start_probe_if_worthwhile(situation(0.95, 400, current=4, off_ran=False), 0.0)
+    assert ours.running_probe is not None
+    assert (ours.running_probe[1].arm.gamma, ours.running_probe[1].steps) == (0, 3)
 
 
 def test_probes_for_doubt_are_few_even_if_they_lose_nothing():
-    ours, at, taken = explorer(credit=10.0), situation(0.85, 30, current=1), 0
+    ours, conditions, taken = explorer(credit=10.0), situation(0.85, 30, current=1), 0
     for step in range(4000):
-        ours.consider(at, float(step))
-        running = ours.running
+        ours.start_probe_if_worthwhile(conditions, float(step))
+        running = ours.running_probe
         probe_id = running[1].probe_id if running else 0
         taken += probe_id > 0
         gamma = running[1].arm.gamma if running else 1
@@ -101,60 +101,60 @@ def test_probes_for_doubt_are_few_even_if_they_lose_nothing():
 
 
 def test_a_probe_pays_for_the_way_there_and_back():
-    at = situation(0.85, 30, current=1)
-    at = replace(at, values=replace(at.values, switch_seconds=0.02))
+    conditions = situation(0.85, 30, current=1)
+    conditions = replace(conditions, values=replace(conditions.values, switch_seconds=0.02))
     ours = explorer(credit=10.0)
-    ours.consider(at, 0.0)
-    assert ours.running is not None
-    probe, baseline, lost = ours.running[1], at.values.value[1, 0], 0.0
+    ours.start_probe_if_worthwhile(conditions, 0.0)
+    assert ours.running_probe is not None
+    probe, baseline, lost = ours.running_probe[1], conditions.values.tokens_per_second[1, 0], 0.0
     for step in range(probe.steps):
         ours.observe(report(step, probe.probe_id, probe.arm.gamma), 0.05, 0.0, 0.1)
         lost += 0.05 - 1 / baseline
     assert ours.lost_seconds == pytest.approx(lost + 0.02)
-    dear = replace(at, values=replace(at.values, switch_seconds=50.0))
+    dear = replace(conditions, values=replace(conditions.values, switch_seconds=50.0))
     unwilling = explorer(credit=10.0)
-    unwilling.consider(dear, 0.0)
-    assert unwilling.running is None
+    unwilling.start_probe_if_worthwhile(dear, 0.0)
+    assert unwilling.running_probe is None
 
 
 def test_nothing_is_looked_at_that_cannot_pay_before_the_traffic_shifts():
     ours = explorer()
-    ours.consider(situation(0.5, 400, current=2, horizon=1.0), 0.0)
-    assert ours.running is None
+    ours.start_probe_if_worthwhile(situation(0.5, 400, current=2, horizon=1.0), 0.0)
+    assert ours.running_probe is None
 
 
 def test_without_credit_nothing_is_looked_at():
     ours = explorer(credit=0.0)
-    at = situation(0.3, 30, current=2)
+    conditions = situation(0.3, 30, current=2)
     # Make every look dear: a credit of nothing pays for none of them.
-    at.values.catch_up[:] = 1.0
-    ours.consider(at, 0.0)
-    assert ours.running is None
+    conditions.values.catch_up_seconds[:] = 1.0
+    ours.start_probe_if_worthwhile(conditions, 0.0)
+    assert ours.running_probe is None
 
 
 def test_with_a_share_of_zero_or_one_arm_nothing_is_looked_at():
     ours = Explorer(ARMS, PlannerSettings(probe_share=0.0))
-    ours.consider(situation(0.85, 30, current=1), 0.0)
-    assert ours.running is None
+    ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
+    assert ours.running_probe is None
     alone = Explorer(ARMS[:1], SETTINGS)
-    alone.consider(situation(0.85, 30, current=0), 0.0)
-    assert alone.running is None
+    alone.start_probe_if_worthwhile(situation(0.85, 30, current=0), 0.0)
+    assert alone.running_probe is None
 
 
 def test_a_probe_is_charged_for_what_it_lost_and_ends_after_its_steps():
     ours = explorer(credit=0.1)
-    at = situation(0.85, 30, current=1)
-    ours.consider(at, 0.0)
-    assert ours.running is not None
-    probe = ours.running[1]
-    baseline = at.values.value[1, 0]
+    conditions = situation(0.85, 30, current=1)
+    ours.start_probe_if_worthwhile(conditions, 0.0)
+    assert ours.running_probe is not None
+    probe = ours.running_probe[1]
+    baseline = conditions.values.tokens_per_second[1, 0]
     lost = 0.0
     for step in range(probe.steps):
-        assert ours.running is not None
+        assert ours.running_probe is not None
         ours.observe(report(step, probe.probe_id, probe.arm.gamma), 0.05, 0.0, 0.1)
         lost += 0.05 - 1 / baseline
-    assert ours.running is None
-    assert ours.probes == 1
+    assert ours.running_probe is None
+    assert ours.probe_count == 1
     assert ours.lost_seconds == pytest.approx(lost)
     assert ours.credit_seconds == pytest.approx(0.1 - lost)
     assert ours.probe_share == pytest.approx(lost / (0.05 * probe.steps))
@@ -162,9 +162,9 @@ def test_a_probe_is_charged_for_what_it_lost_and_ends_after_its_steps():
 
 def test_a_lucky_probe_earns_no_credit():
     ours = explorer(credit=0.1)
-    ours.consider(situation(0.85, 30, current=1), 0.0)
-    assert ours.running is not None
-    probe = ours.running[1]
+    ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
+    assert ours.running_probe is not None
+    probe = ours.running_probe[1]
     gamma = probe.arm.gamma
     ours.observe(report(1, probe.probe_id, gamma, accepted=gamma), 0.001, 0.0, 0.1)
     assert ours.credit_seconds == pytest.approx(0.1)
@@ -181,20 +181,20 @@ def test_credit_is_earned_by_steps_and_bounded():
 
 def test_a_probe_whose_batch_never_comes_back_is_given_up():
     ours = explorer()
-    ours.consider(situation(0.85, 30, current=1), 0.0)
-    assert ours.running is not None
+    ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
+    assert ours.running_probe is not None
     ours.observe(report(1), 0.01, 0.0, 1.0)
-    assert ours.running is not None
+    assert ours.running_probe is not None
     ours.observe(report(2), 0.01, 0.0, 60.0)
-    assert ours.running is None
+    assert ours.running_probe is None
 
 
 def test_a_probe_is_not_charged_for_rows_that_had_ended():
-    at = situation(0.85, 30, current=1)
+    conditions = situation(0.85, 30, current=1)
     ours = explorer(credit=10.0)
-    ours.consider(at, 0.0)
-    assert ours.running is not None
-    probe = ours.running[1]
+    ours.start_probe_if_worthwhile(conditions, 0.0)
+    assert ours.running_probe is not None
+    probe = ours.running_probe[1]
     gamma = probe.arm.gamma
     accepted = (0, 2, *[0] * (gamma - 1))
     live = RowGroup(probe.arm.drafter, gamma, accepted)
@@ -205,25 +205,27 @@ def test_a_probe_is_not_charged_for_rows_that_had_ended():
     )  # fmt: skip
     ours.observe(step, 0.05, 0.0, 0.1)
     # Two rows gained two tokens each.
-    assert ours.lost_seconds == pytest.approx(0.05 - 2 / at.values.value[1, 0])
+    assert ours.lost_seconds == pytest.approx(0.05 - 2 / conditions.values.tokens_per_second[1, 0])
 
 
 def test_arms_that_share_their_estimates_share_their_errors():
     """Arms 5 and 7 differ from 3 only behind position 3; how sure 1 to 3 are does not matter."""
-    at = situation(0.8, 400, current=3)
-    total = relative_variance(at.values, at.uncertainty, ARMS, 0, 3)
-    unseen = relative_variance(at.values, at.uncertainty, ARMS, 0, 3, unseen=True)
+    conditions = situation(0.8, 400, current=3)
+    total = relative_variance(conditions.values, conditions.uncertainty, ARMS, 0, 3)
+    unseen = relative_variance(
+        conditions.values, conditions.uncertainty, ARMS, 0, 3, only_unobserved=True
+    )
     assert total[3] == 0
     assert np.all(unseen <= total + 1e-12)
     # Against a shorter draft nothing is unseen but the cost.
-    assert unseen[1] == pytest.approx(at.uncertainty.relative(0, 3)[1])
-    assert unseen[5] > at.uncertainty.relative(0, 3)[5]
+    assert unseen[1] == pytest.approx(conditions.uncertainty.relative_variance(0, 3)[1])
+    assert unseen[5] > conditions.uncertainty.relative_variance(0, 3)[5]
 
 
 @pytest.mark.parametrize("acceptance", [0.15, 0.5, 0.85])
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
-    engine = make(seed=4)
+    engine = make_engine(seed=4)
     engine.run(6000, batch, [acceptance] * 8)
     explanation = explain(engine.core)
     # What the start gave on credit, and one per cent of what ran.
@@ -236,27 +238,27 @@ def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
 
 def test_a_probe_is_given_up_when_the_batch_has_left_its_bucket():
     ours = explorer()
-    ours.consider(situation(0.85, 30, current=1), 0.0)
-    before = ours.running
+    ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
+    before = ours.running_probe
     assert before is not None
     for step in range(1, 3):
         ours.observe(report(step), 0.001, 0.0, 0.01)
     elsewhere = situation(0.85, 30, current=1, bucket=1)
-    ours.consider(elsewhere, 0.01)
-    assert ours.running == before
+    ours.start_probe_if_worthwhile(elsewhere, 0.01)
+    assert ours.running_probe == before
     ours.observe(report(3), 0.001, 0.0, 0.01)
-    ours.consider(elsewhere, 0.01)
-    assert ours.running != before
+    ours.start_probe_if_worthwhile(elsewhere, 0.01)
+    assert ours.running_probe != before
 
 
 def test_a_probe_runs_for_as_many_steps_as_may_be_lost_against_gamma_0():
-    at = situation(0.05, 200, current=0)
+    conditions = situation(0.05, 200, current=0)
     steps = {}
     for room in (0.0, 0.5, 100.0):
         ours = explorer()
-        limited = replace(at, room=room, room_for_news=room)
-        steps[room] = ours._affordable(limited, ARMS.index(Arm("mtp", 7)), 8)
+        limited = replace(conditions, room=room, room_for_news=room)
+        steps[room] = ours._affordable_steps(limited, ARMS.index(Arm("mtp", 7)), 8)
     assert steps[0.0] == 0
     assert 0 <= steps[0.5] < steps[100.0] == 8
     # gamma = 0 loses nothing against itself.
-    assert explorer()._affordable(replace(at, room=0.0), 0, 3) == 3
+    assert explorer()._affordable_steps(replace(conditions, room=0.0), 0, 3) == 3

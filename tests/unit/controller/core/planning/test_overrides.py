@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from controller.core.engine_spec import MAX_GAMMA, Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.core.plan import Regime, RegimeMode
-from controller.core.planning.constraints import rows_under
+from controller.core.planning.constraints import constrain_rows
 from controller.core.planning.overrides import (
     NO_LIMITS,
     InvalidOverrideError,
@@ -21,7 +21,7 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
     batch_edges,
-    merge,
+    merge_limits,
     merge_regime,
 )
 from controller.wire.override_text import PRECEDENCE
@@ -71,7 +71,7 @@ def rules(draw: st.DrawFn) -> Rule:
 def commands(draw: st.DrawFn) -> Override:
     rule = draw(rules())
     first, last = 0, 0
-    if rule.for_batches and draw(st.booleans()):
+    if rule.can_limit_batches and draw(st.booleans()):
         first, last = sorted((draw(st.integers(1, 40)), draw(st.integers(1, 40))))
     number = draw(st.integers(1, 10**6))
     return Override(
@@ -95,55 +95,57 @@ batches = st.integers(1, 64)
 @settings(max_examples=300, deadline=None)
 def test_the_order_does_not_matter(overrides, batch, rng: random.Random):
     shuffled = rng.sample(overrides, len(overrides))
-    assert merge(shuffled, SPEC, batch) == merge(overrides, SPEC, batch)
+    assert merge_limits(shuffled, SPEC, batch) == merge_limits(overrides, SPEC, batch)
     assert merge_regime(shuffled, SPEC) == merge_regime(overrides, SPEC)
 
 
 @given(sets, batches)
 @settings(max_examples=200, deadline=None)
 def test_saying_it_twice_changes_nothing(overrides, batch):
-    assert merge(overrides * 2, SPEC, batch) == merge(overrides, SPEC, batch)
+    assert merge_limits(overrides * 2, SPEC, batch) == merge_limits(overrides, SPEC, batch)
 
 
 @given(sets, batches)
 @settings(max_examples=200, deadline=None)
 def test_what_is_for_others_or_for_other_batches_does_not_count(overrides, batch):
     mine = [o for o in overrides if o.covers(SPEC, batch)]
-    assert merge(mine, SPEC, batch) == merge(overrides, SPEC, batch)
-    assert set(merge(overrides, SPEC, batch).overrides) == {o.override_id for o in mine}
+    assert merge_limits(mine, SPEC, batch) == merge_limits(overrides, SPEC, batch)
+    assert set(merge_limits(overrides, SPEC, batch).overrides) == {o.override_id for o in mine}
 
 
 @given(sets, batches)
 @settings(max_examples=300, deadline=None)
 def test_denials_of_any_scope_beat_everything(overrides, batch):
-    limits = merge(overrides, SPEC, batch)
+    limits = merge_limits(overrides, SPEC, batch)
     counting = [o.rule for o in overrides if o.covers(SPEC, batch)]
     denied = {name for rule in counting for name in rule.deny_drafters}
-    for arm, feasible in zip(ARMS, limits.feasible(ARMS), strict=True):
+    for arm, feasible in zip(ARMS, limits.feasible_arms(ARMS), strict=True):
         if feasible and arm.gamma > 0:
             assert arm.drafter not in denied
             assert not any(rule.off for rule in counting)
-    assert limits.explore != any(rule.deny_exploration for rule in counting)
+    assert limits.can_explore != any(rule.deny_exploration for rule in counting)
 
 
 @given(sets, batches, st.sampled_from([FLEET, MODEL, ENGINE]))
 @settings(max_examples=200, deadline=None)
 def test_off_beats_every_pin_of_every_scope(overrides, batch, scope):
-    limits = merge([*overrides, Override("off", scope, Rule(off=True), "ann", "why")], SPEC, batch)
-    feasible = [arm for arm, may in zip(ARMS, limits.feasible(ARMS), strict=True) if may]
+    limits = merge_limits(
+        [*overrides, Override("off", scope, Rule(off=True), "ann", "why")], SPEC, batch
+    )
+    feasible = [arm for arm, may in zip(ARMS, limits.feasible_arms(ARMS), strict=True) if may]
     assert feasible
     assert {arm.gamma for arm in feasible} == {0}
 
 
 def rivals(draw, stronger: dict[str, Any], weaker: dict[str, Any]) -> tuple[Override, Override]:
     """Two overrides with bounds, of which `stronger` and `weaker` say what differs."""
-    found = []
+    rivals_seen = []
     for name, fields in (("a", stronger), ("b", weaker)):
         low, high = sorted((draw(gammas), draw(gammas)))
         rule = Rule(gamma_min=low, gamma_max=high, drafter=draw(st.sampled_from(DRAFTERS)))
         base: dict[str, Any] = {"scope": FLEET, "revision": draw(st.integers(1, 99))}
-        found.append(Override(name, rule=rule, author="ann", reason="why", **(base | fields)))
-    return found[0], found[1]
+        rivals_seen.append(Override(name, rule=rule, author="ann", reason="why", **(base | fields)))
+    return rivals_seen[0], rivals_seen[1]
 
 
 @st.composite
@@ -168,7 +170,7 @@ def test_of_two_that_contradict_each_other_the_sentence_says_which_one_holds(
     contest, batch, turned
 ):
     stronger, weaker = contest
-    limits = merge([weaker, stronger] if turned else [stronger, weaker], SPEC, batch)
+    limits = merge_limits([weaker, stronger] if turned else [stronger, weaker], SPEC, batch)
     assert limits.drafter == stronger.rule.drafter
     low, high = stronger.rule.gamma_range
     assert low <= limits.gamma_min <= limits.gamma_max <= high
@@ -182,7 +184,7 @@ def test_of_two_that_contradict_each_other_the_sentence_says_which_one_holds(
 @given(sets, batches)
 @settings(max_examples=300, deadline=None)
 def test_every_bound_in_force_was_asked_for_by_the_override_that_is_named(overrides, batch):
-    limits = merge(overrides, SPEC, batch)
+    limits = merge_limits(overrides, SPEC, batch)
     ranges = {o.override_id: o.rule.gamma_range for o in overrides}
     bounds = {bound for name in limits.gamma_by for bound in ranges[name]}
     assert {limits.gamma_min, limits.gamma_max} <= bounds | {0, MAX_GAMMA}
@@ -194,7 +196,7 @@ def test_every_bound_in_force_was_asked_for_by_the_override_that_is_named(overri
 def test_of_the_bounds_on_the_time_per_token_the_smallest_holds_whoever_has_set_it(
     overrides, batch
 ):
-    limits = merge(overrides, SPEC, batch)
+    limits = merge_limits(overrides, SPEC, batch)
     asked = {
         o.override_id: o.rule.tpot_max_seconds
         for o in overrides
@@ -231,7 +233,7 @@ def bounds(*parts):
         Override(f"o{i}", scope, Rule(**rule), "ann", "why", revision=i)
         for i, (scope, rule) in enumerate(parts)
     ]
-    limits = merge(overrides, SPEC, 8)
+    limits = merge_limits(overrides, SPEC, 8)
     return limits.gamma_min, limits.gamma_max
 
 
@@ -265,8 +267,8 @@ def legal_arms(*parts):
         Override(f"o{i}", scope, Rule(**rule), "ann", "why", revision=i)
         for i, (scope, rule) in enumerate(parts)
     ]
-    found = merge(overrides, SPEC, 8).feasible(ARMS)
-    return [(a.drafter, a.gamma) for a, ok in zip(ARMS, found, strict=True) if ok]
+    allowed_arms = merge_limits(overrides, SPEC, 8).feasible_arms(ARMS)
+    return [(a.drafter, a.gamma) for a, ok in zip(ARMS, allowed_arms, strict=True) if ok]
 
 
 def test_which_arms_are_left():
@@ -288,8 +290,8 @@ def test_which_arms_are_left():
 
 
 def test_no_overrides_leave_everything():
-    assert merge([], SPEC, 8) is NO_LIMITS
-    assert all(Limits().feasible(ARMS))
+    assert merge_limits([], SPEC, 8) is NO_LIMITS
+    assert all(Limits().feasible_arms(ARMS))
 
 
 def regime_of(*rules_):
@@ -324,7 +326,7 @@ def test_between_two_edges_the_limits_are_the_same(overrides):
     assert all(0 < edge < SPEC.max_batch_size for edge in edges)
     for batch in range(1, SPEC.max_batch_size):
         if batch not in edges:
-            assert merge(overrides, SPEC, batch) == merge(overrides, SPEC, batch + 1)
+            assert merge_limits(overrides, SPEC, batch) == merge_limits(overrides, SPEC, batch + 1)
 
 
 def test_a_plan_never_has_more_rows_than_an_engine_takes():
@@ -334,11 +336,11 @@ def test_a_plan_never_has_more_rows_than_an_engine_takes():
         for i in range(400)
     ]
     buckets = (1, 8, 64, 512, 4096)
-    rows = rows_under(many, spec, buckets, ARMS)
-    assert rows.upper == buckets
-    assert not rows.split
-    few = rows_under(many[:100], spec, buckets, ARMS)
-    assert len(few.upper) > 100
+    rows = constrain_rows(many, spec, buckets, ARMS)
+    assert rows.upper_batch_sizes == buckets
+    assert not rows.has_split_buckets
+    few = constrain_rows(many[:100], spec, buckets, ARMS)
+    assert len(few.upper_batch_sizes) > 100
     assert few.feasible is not None
     assert few.feasible.any(axis=0).all()
 
@@ -346,7 +348,7 @@ def test_a_plan_never_has_more_rows_than_an_engine_takes():
 @given(rules())
 def test_a_rule_is_equal_to_its_copy(rule):
     assert dataclasses.replace(rule) == rule
-    assume(rule.for_batches)
+    assume(rule.can_limit_batches)
     Override("o", FLEET, rule, "ann", "why", 2, 9)
 
 

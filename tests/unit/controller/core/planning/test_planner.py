@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.shifts import ShiftProbabilities
+from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
@@ -23,7 +23,7 @@ ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 
 # Probing off: gamma = 0 then is an arm like any other, without a price for being blind.
 PLAIN = PlannerSettings(switch_margin=0.02, probe_share=0.0)
-CALM = Hazard(expected=1e-4, better=0.0)
+CALM = ShiftProbabilities(any_shift=1e-4, better_shift=0.0)
 
 
 def values(table, *, seconds=None, catch_up=None, expected=None):
@@ -101,7 +101,7 @@ def test_a_drafter_is_woken_only_within_what_may_be_lost_and_an_override_wakes_i
     for waking, arm in ((0.2, 0), (0.4, 1)):
         planner.update(dear, CALM, None, LossLimits(waking))
         assert planner.choice == [arm]
-    planner.limit((1,), np.array([1.0]), np.array([[False], [True], [False], [False]]))
+    planner.set_rows((1,), np.array([1.0]), np.array([[False], [True], [False], [False]]))
     planner.update(dear, CALM, None, LossLimits(0.0))
     assert planner.choice == [1]
 
@@ -109,11 +109,13 @@ def test_a_drafter_is_woken_only_within_what_may_be_lost_and_an_override_wakes_i
 def test_gamma_0_is_chosen_by_its_value_alone_once_enough_was_lost():
     rule = PlannerSettings()
     table = [[102.0], [100.0], [80.0], [80.0]]
-    often = Hazard(expected=0.02, better=0.02, unseen=0.02, found=3.0)
+    often = ShiftProbabilities(
+        any_shift=0.02, better_shift=0.02, blind_better_shift=0.02, blind_better_count=3.0
+    )
     planner = Planner(ARMS, (1,), rule)
     planner.update(values(table), often)
     assert planner.choice == [1]
-    planner.update(values(table), often, None, LossLimits(by_belief=True))
+    planner.update(values(table), often, None, LossLimits(ignores_observation_cost=True))
     assert planner.choice == [0]
 
 
@@ -122,7 +124,9 @@ def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():
     seconds = [[0.01]] * 4
     calm, busy = (Planner(ARMS, (4,), PlannerSettings()) for _ in range(2))
     calm.update(values(table, seconds=seconds), CALM)
-    busy.update(values(table, seconds=seconds), Hazard(expected=0.02, better=0.02))
+    busy.update(
+        values(table, seconds=seconds), ShiftProbabilities(any_shift=0.02, better_shift=0.02)
+    )
     assert calm.choice == [0]
     assert busy.choice == [1]
 

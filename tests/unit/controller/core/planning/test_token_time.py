@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.shifts import ShiftProbabilities
+from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
@@ -16,14 +16,14 @@ from controller.core.plan import Reason
 from controller.core.planning.baseline_planners import TidePlanner
 from controller.core.planning.overrides import NO_LIMITS, Limits
 from controller.core.planning.planner import Planner, Values
-from controller.core.planning.token_time import TokenTimeBound, bounds_of
+from controller.core.planning.token_time import TokenTimeBound, token_time_bounds
 from controller.core.settings import PlannerSettings
 
 ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 BATCH = 8
 PLAIN = PlannerSettings(probe_share=0.0)
-CALM = Hazard(expected=1e-4, better=0.0)
-RESTLESS = Hazard(expected=0.02, better=0.02)
+CALM = ShiftProbabilities(any_shift=1e-4, better_shift=0.0)
+RESTLESS = ShiftProbabilities(any_shift=0.02, better_shift=0.02)
 
 
 def values(ms: Any, catch_up: float = 0.0) -> Values:
@@ -41,18 +41,18 @@ def values(ms: Any, catch_up: float = 0.0) -> Values:
 
 
 def planner(
-    *bounds: TokenTimeBound | None, feasible: Any = None, of: PlannerSettings = PLAIN
+    *bounds: TokenTimeBound | None, feasible: Any = None, settings: PlannerSettings = PLAIN
 ) -> Planner:
-    made = Planner(ARMS, tuple(range(1, len(bounds) + 1)), of)
-    limit(made, *bounds, feasible=feasible)
-    return made
+    planner_under_test = Planner(ARMS, tuple(range(1, len(bounds) + 1)), settings)
+    limit(planner_under_test, *bounds, feasible=feasible)
+    return planner_under_test
 
 
-def limit(of: Planner, *bounds: TokenTimeBound | None, feasible: Any = None) -> None:
+def limit(owner: Planner, *bounds: TokenTimeBound | None, feasible: Any = None) -> None:
     if feasible is not None:
         feasible = np.array([feasible] * len(bounds), dtype=bool).T
     sizes = np.full(len(bounds), float(BATCH))
-    of.limit(tuple(range(1, len(bounds) + 1)), sizes, feasible, None, bounds)
+    owner.set_rows(tuple(range(1, len(bounds) + 1)), sizes, feasible, None, bounds)
 
 
 SETTING, COMMAND = TokenTimeBound(0.01), TokenTimeBound(0.01, "slow")
@@ -72,12 +72,12 @@ SETTING, COMMAND = TokenTimeBound(0.01), TokenTimeBound(0.01, "slow")
 )
 def test_of_setting_and_override_the_stricter_one_holds(ceiling, asked, bound):
     limits = NO_LIMITS if asked is None else Limits(tpot_max_seconds=asked, tpot_by="o")
-    assert bounds_of(ceiling, [limits]) == (() if bound is None else (bound,))
+    assert token_time_bounds(ceiling, [limits]) == (() if bound is None else (bound,))
 
 
 def test_rows_have_bounds_of_their_own():
     limits = [NO_LIMITS, Limits(tpot_max_seconds=0.02, tpot_by="o")]
-    assert bounds_of(0.0, limits) == (None, TokenTimeBound(0.02, "o"))
+    assert token_time_bounds(0.0, limits) == (None, TokenTimeBound(0.02, "o"))
 
 
 @given(
@@ -95,33 +95,33 @@ def test_at_one_batch_size_a_bound_never_costs_throughput(ms, bound, feasible):
         planner(TokenTimeBound(bound / 1e3), feasible=feasible),
     )
     assert bounded.update(values(ms), CALM) == free.update(values(ms), CALM)
-    assert bounded.take_excluded() == {}
+    assert bounded.pop_excluded() == {}
 
 
 def test_an_arm_that_would_be_chosen_for_what_it_shows_is_excluded():
     # Where traffic shifts often, gamma = 0 has a price: it shows nothing.
     ms = [9.95, 10.05, 11.0, 12.0]
-    free, bounded = (planner(b, of=PlannerSettings()) for b in (None, SETTING))
+    free, bounded = (planner(b, settings=PlannerSettings()) for b in (None, SETTING))
     assert free.update(values(ms), RESTLESS) == [1]
     assert bounded.update(values(ms), RESTLESS) == [0]
     assert bounded.reasons == [Reason.EXPLOIT]
-    assert bounded.take_excluded() == {0: 1}
+    assert bounded.pop_excluded() == {0: 1}
     # What was taken is forgotten: it is no state.
-    assert bounded.take_excluded() == {}
+    assert bounded.pop_excluded() == {}
 
 
 def test_an_override_is_the_reason_where_its_bound_excludes_the_choice():
-    ours = planner(COMMAND, None, of=PlannerSettings())
+    ours = planner(COMMAND, None, settings=PlannerSettings())
     two = np.array([[9.95, 10.05, 11.0, 12.0]] * 2).T
     assert ours.update(values(two), RESTLESS) == [0, 1]
     assert ours.reasons == [Reason.OVERRIDE, Reason.EXPLOIT]
-    assert ours.take_excluded() == {0: 1}
+    assert ours.pop_excluded() == {0: 1}
 
 
 def test_where_nothing_keeps_it_the_smallest_time_per_token_runs():
     ms = [10.9, 11.0, 12.0, 13.0]
-    bounded = planner(SETTING, of=PlannerSettings())
-    assert planner(None, of=PlannerSettings()).update(values(ms), RESTLESS) == [1]
+    bounded = planner(SETTING, settings=PlannerSettings())
+    assert planner(None, settings=PlannerSettings()).update(values(ms), RESTLESS) == [1]
     assert bounded.update(values(ms), RESTLESS) == [0]
 
 
@@ -134,17 +134,20 @@ def test_only_what_may_run_can_keep_it():
 def test_what_may_not_run_does_not_make_a_bound_look_kept():
     # In the first row only gamma = 2 keeps the bound, and it is forbidden.  gamma = 0 has a price.
     two = values(np.array([[10.9, 11.0, 9.0, 13.0], [9.0, 11.0, 12.0, 12.0]]).T)
-    left, of = [True, True, False, False], PlannerSettings()
-    assert planner(None, None, feasible=left, of=of).update(two, RESTLESS) == [1, 0]
-    assert planner(SETTING, SETTING, feasible=left, of=of).update(two, RESTLESS) == [0, 0]
+    left, settings = [True, True, False, False], PlannerSettings()
+    assert planner(None, None, feasible=left, settings=settings).update(two, RESTLESS) == [1, 0]
+    assert planner(SETTING, SETTING, feasible=left, settings=settings).update(two, RESTLESS) == [
+        0,
+        0,
+    ]
 
 
 def looked_at(ms: Any, bound: TokenTimeBound | None) -> tuple[int, float]:
     """The arm by which plain decoding looks at drafting, and the share that it pays for it."""
-    ours = planner(bound, of=PlannerSettings())
+    ours = planner(bound, settings=PlannerSettings())
     assert ours.update(values(ms), RESTLESS) == [0]
-    assert ours.observation is not None
-    return int(ours.observation.arm[0, 0]), float(ours.observation.loss[0])
+    assert ours.observation_cost is not None
+    return int(ours.observation_cost.probe_arms[0, 0]), float(ours.observation_cost.loss_share[0])
 
 
 def test_plain_decoding_looks_by_an_arm_that_keeps_the_bound():
@@ -194,16 +197,16 @@ def test_a_published_rule_chooses_within_the_bound():
     limit(ours, COMMAND, None)
     assert ours.update(values(np.array([[12.0, 9.0, 9.5, 11.0]] * 2).T), CALM) == [1, 3]
     assert ours.reasons == [Reason.OVERRIDE, Reason.EXPLOIT]
-    assert ours.take_excluded() == {0: 3}
+    assert ours.pop_excluded() == {0: 3}
     # Nothing keeps it: not the rule's arm, but the one with the smallest time per token.
     assert ours.update(values(np.array([[14.0, 12.0, 11.0, 13.0]] * 2).T), CALM) == [2, 3]
 
 
 def probed(ours: Planner, ms: Any) -> list[int]:
     """The draft lengths that may be probed after a decision."""
-    found = values(ms)
-    ours.update(found, CALM)
-    may = ours.may_probe(found, 0)
+    row_values = values(ms)
+    ours.update(row_values, CALM)
+    may = ours.probe_candidates(row_values, 0)
     assert may is not None
     return [arm.gamma for arm, ok in zip(ARMS, may, strict=True) if ok]
 
@@ -212,13 +215,13 @@ def test_what_breaks_the_bound_is_not_probed_but_for_gamma_0():
     assert probed(planner(SETTING), [12.0, 9.0, 9.5, 10.5]) == [0, 1, 2]
     forbidden = planner(SETTING, feasible=[False, True, True, True])
     assert probed(forbidden, [12.0, 9.0, 9.5, 10.5]) == [1, 2]
-    assert planner(None).may_probe(values([12.0, 9.0, 9.5, 10.5]), 0) is None
+    assert planner(None).probe_candidates(values([12.0, 9.0, 9.5, 10.5]), 0) is None
 
 
 def test_where_nothing_keeps_the_bound_everything_may_be_probed():
     ours = planner(SETTING)
     ours.update(values([12.0, 11.0, 11.5, 13.0]), CALM)
-    assert ours.may_probe(values([12.0, 11.0, 11.5, 13.0]), 0) is None
+    assert ours.probe_candidates(values([12.0, 11.0, 11.5, 13.0]), 0) is None
     left = planner(SETTING, feasible=[True, True, False, False])
     assert probed(left, [12.0, 11.0, 9.5, 13.0]) == [0, 1]
 
@@ -226,9 +229,9 @@ def test_where_nothing_keeps_the_bound_everything_may_be_probed():
 def test_plain_decoding_looks_at_what_could_keep_the_bound_while_it_has_room_for_it():
     looking = PlannerSettings(probe_share=0.01)
     # With every draft accepted, a draft of 1 would take 8.25 ms a token, of 2 8 ms, of 3 8.13 ms.
-    assert probed(planner(SETTING, of=looking), [9.8, 11.0, 12.0, 13.0]) == [0, 1, 2, 3]
-    assert probed(planner(SETTING, of=looking), [9.95, 11.0, 12.0, 13.0]) == [0]
-    tight = planner(TokenTimeBound(0.00805), of=looking)
+    assert probed(planner(SETTING, settings=looking), [9.8, 11.0, 12.0, 13.0]) == [0, 1, 2, 3]
+    assert probed(planner(SETTING, settings=looking), [9.95, 11.0, 12.0, 13.0]) == [0]
+    tight = planner(TokenTimeBound(0.00805), settings=looking)
     assert probed(tight, [7.9, 11.0, 12.0, 13.0]) == [0, 2]
 
 
@@ -239,9 +242,9 @@ def test_an_idle_drafter_may_be_probed_like_one_that_nothing_shows():
     def may(*ms: float) -> list[Arm]:
         ours = Planner(arms, (1,), looking)
         limit(ours, SETTING)
-        found = values(ms)
-        ours.update(found, CALM)
-        allowed = ours.may_probe(found, 0)
+        row_values = values(ms)
+        ours.update(row_values, CALM)
+        allowed = ours.probe_candidates(row_values, 0)
         assert allowed is not None
         return [arm for arm, ok in zip(arms, allowed, strict=True) if ok]
 

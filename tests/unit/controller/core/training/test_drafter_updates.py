@@ -74,12 +74,12 @@ def test_a_fall_collects_while_a_trainer_attends():
     driven = Driven()
     training = driven.core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     driven.steps(3, 40)
     assert driven.regime == Regime()
     driven.steps(0, 40)
     assert driven.regime == COLLECT
-    training.attended = False
+    training.is_trainer_connected = False
     driven.steps(0, 10)
     assert driven.regime != COLLECT
 
@@ -89,8 +89,8 @@ def test_a_deployed_version_is_in_every_plan_and_goes_when_it_is_worse():
     training = driven.core.updates.training
     assert training is not None
     driven.steps(2, 40)
-    assert training.keep(3) == 1
-    training.trained(TrainingResult(1, 7, 0.2, 0.6, 0.3))
+    assert training.record_stored_signals(3) == 1
+    training.finish_round(TrainingResult(1, 7, 0.2, 0.6, 0.3))
     driven.steps(2, 10)
     assert driven.core.current_plan().draft_version == 7
     driven.steps(0, 40, version=7)
@@ -104,7 +104,7 @@ def test_while_a_trainer_attends_online_updates_rest():
     assert training is not None
     driven.steps(0, 30)
     assert explain(driven.core).updates is not None
-    training.attended = True
+    training.is_trainer_connected = True
     driven.steps(0, 200)
     assert driven.regime.mode is not RegimeMode.ONLINE
     assert explain(driven.core).updates is None
@@ -114,13 +114,13 @@ def test_while_a_trainer_attends_nobody_decides_about_online_updates():
     driven = Driven()
     training = driven.core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     driven.steps(1, 300)
-    training.attended = False
+    training.is_trainer_connected = False
     # As at the beginning: no stride was chosen, and no trial charged, for updates that never ran.
-    assert driven.core.updates.strides is None
+    assert driven.core.updates.stride_state is None
     driven.steps(1, 30)
-    assert driven.core.updates.strides is not None
+    assert driven.core.updates.stride_state is not None
 
 
 @pytest.mark.parametrize("regime", [Regime(), Regime(RegimeMode.ONLINE, 5)])
@@ -128,7 +128,7 @@ def test_an_override_stands_above_the_trainer(regime: Regime):
     driven = Driven()
     training = driven.core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     driven.steps(3, 40)
     driven.steps(0, 40)
     assert driven.regime == COLLECT
@@ -156,7 +156,7 @@ def test_only_the_learners_fall_collects(learner: str):
     driven = Driven(replace(ABLE, learner=learner))
     training = driven.core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     for drafter in (mine, other):
         driven.steps(3, 40, drafter=drafter)
     driven.steps(0, 40, drafter=other)
@@ -170,14 +170,14 @@ def test_a_version_is_seen_to_serve_while_another_drafter_drafts():
     training = driven.core.updates.training
     assert training is not None
     driven.steps(3, 10, version=2)
-    assert training.served == 2
+    assert training.served_version == 2
 
 
 def test_rows_that_must_not_be_drafted_for_are_no_fall():
     driven = Driven()
     training = driven.core.updates.training
     assert training is not None
-    training.attended = True
+    training.is_trainer_connected = True
     driven.steps(3, 40)
     driven.steps(3, 80, undrafted=4)
     assert driven.regime == Regime()

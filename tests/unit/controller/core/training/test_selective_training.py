@@ -27,14 +27,14 @@ DRAFTER = "eagle3"
 
 def make(state: TrainingState | None = None, **changes: object) -> SelectiveTraining:
     settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
-    return SelectiveTraining(DRAFTER, settings, state or TrainingState(), attended=True)
+    return SelectiveTraining(DRAFTER, settings, state or TrainingState(), is_trainer_connected=True)
 
 
 def ready(alpha: float = 0.6) -> SelectiveTraining:
     """Past N_init, all rates alike."""
     training = make()
     for _ in range(SETTINGS.initial):
-        training.measure(alpha)
+        training.observe_rate(alpha)
     return training
 
 
@@ -55,16 +55,16 @@ def result(
 
 def deployed(alpha: float = 0.6) -> SelectiveTraining:
     training = ready(alpha)
-    assert training.keep(10) == 1
-    training.trained(result())
-    training.served = 1
+    assert training.record_stored_signals(10) == 1
+    training.finish_round(result())
+    training.served_version = 1
     return training
 
 
 def test_both_averages_begin_as_the_mean_of_the_first_rates():
     training = make()
     for alpha in (0.2, 0.4, 0.9, 0.5):
-        training.measure(alpha)
+        training.observe_rate(alpha)
     assert training.state.short == training.state.long == pytest.approx(0.5)
     assert not training.state.collecting
 
@@ -73,7 +73,7 @@ def test_both_averages_begin_as_the_mean_of_the_first_rates():
 def test_the_averages_and_the_switch_are_the_papers(alphas: list[float]):
     training = make()
     for alpha in alphas:
-        training.measure(alpha)
+        training.observe_rate(alpha)
     first = alphas[: SETTINGS.initial]
     short = long = sum(first) / len(first)
     collecting = False
@@ -91,38 +91,38 @@ def test_the_averages_and_the_switch_are_the_papers(alphas: list[float]):
 def test_a_fall_within_the_first_rates_starts_nothing():
     training = make()
     for alpha in (0.9, 0.9, 0.1, 0.1):
-        training.measure(alpha)
+        training.observe_rate(alpha)
     assert not training.state.collecting
 
 
 def test_collecting_goes_on_when_the_averages_meet_again():
     training = ready()
-    training.measure(0.0)
-    assert training.collects
+    training.observe_rate(0.0)
+    assert training.is_collecting
     for _ in range(100):
-        training.measure(0.6)
-    assert training.collects
+        training.observe_rate(0.6)
+    assert training.is_collecting
 
 
 def test_without_a_trainer_nothing_is_collected():
     training = ready()
-    training.attended = False
-    training.measure(0.0)
+    training.is_trainer_connected = False
+    training.observe_rate(0.0)
     assert training.state.collecting
-    assert not training.collects
+    assert not training.is_collecting
     assert training.view.phase == "no trainer"
 
 
 def test_a_round_is_ordered_at_the_threshold_and_told_again_until_it_ends():
     training = ready()
-    assert training.keep(9) == 0
-    assert training.keep(10) == 1
+    assert training.record_stored_signals(9) == 0
+    assert training.record_stored_signals(10) == 1
     assert training.view.phase == "training"
     # The trainer was killed and is back: signals have gone meanwhile, the order stands.
-    assert training.keep(3) == 1
-    training.trained(result())
-    assert training.keep(9) == 0
-    assert training.keep(12) == 2
+    assert training.record_stored_signals(3) == 1
+    training.finish_round(result())
+    assert training.record_stored_signals(9) == 0
+    assert training.record_stored_signals(12) == 2
 
 
 def learnt(training: SelectiveTraining, version: int, learnt_from: int | None) -> None:
@@ -134,14 +134,14 @@ def test_no_round_begins_from_weights_that_no_version_has():
     training = ready()
     learnt(training, 0, 0)
     assert training.view.learnt is True
-    assert training.keep(10) == 0
+    assert training.record_stored_signals(10) == 0
     # So that the engine stores them.
-    assert training.collects
+    assert training.is_collecting
     assert training.state.version == 0
     learnt(training, 3, 0)
     stored = training.view
     assert (stored.learnt, stored.state.version, stored.state.parent) == (False, 3, 0)
-    assert training.keep(10) == 1
+    assert training.record_stored_signals(10) == 1
 
 
 def test_what_was_learnt_from_another_version_than_the_plans_is_not_taken():
@@ -156,14 +156,14 @@ def test_a_version_is_not_judged_by_what_was_learnt_from_it():
     training = deployed()
     learnt(training, 1, 1)
     for _ in range(100):
-        training.measure(0.0)
+        training.observe_rate(0.0)
     assert training.state.trial is not None
     assert training.state.version == 1
     # What was learnt is stored: it is judged in its place, and the same version serves after it.
     learnt(training, 2, 1)
     assert (training.state.version, training.state.parent) == (2, 0)
     for _ in range(100):
-        training.measure(0.0)
+        training.observe_rate(0.0)
     assert training.state.version == 0
 
 
@@ -182,9 +182,9 @@ def test_only_what_is_better_is_deployed(
     alphas: tuple[float, float, float], outcome: str, collecting: bool
 ):
     training = ready()
-    training.measure(0.0)
-    training.keep(10)
-    training.trained(result(alphas=alphas))
+    training.observe_rate(0.0)
+    training.record_stored_signals(10)
+    training.finish_round(result(alphas=alphas))
     assert training.state.history[-1].outcome == outcome
     assert training.state.version == (1 if outcome == "deployed" else 0)
     assert training.state.collecting == collecting
@@ -193,9 +193,9 @@ def test_only_what_is_better_is_deployed(
 
 def test_a_round_that_failed_ends_collecting_and_says_why():
     training = ready()
-    training.measure(0.0)
-    training.keep(10)
-    training.trained(TrainingResult(1, error="gradient norm nan"))
+    training.observe_rate(0.0)
+    training.record_stored_signals(10)
+    training.finish_round(TrainingResult(1, error="gradient norm nan"))
     assert (training.state.version, training.state.collecting) == (0, False)
     record = training.state.history[-1]
     assert (record.outcome, record.result.error) == ("failed", "gradient norm nan")
@@ -205,10 +205,10 @@ def test_a_round_that_failed_ends_collecting_and_says_why():
 def test_a_result_that_nobody_waits_for_is_refused(number: int):
     training = ready()
     if number:
-        training.keep(10)
+        training.record_stored_signals(10)
     before = training.state
     with pytest.raises(InvalidTrainingError, match="not running"):
-        training.trained(result(number or 1))
+        training.finish_round(result(number or 1))
     assert training.state == before
 
 
@@ -249,7 +249,7 @@ def test_other_drafters_and_plain_steps_are_no_measurement():
 def judged(alphas: list[float], before: float = 0.6) -> SelectiveTraining:
     training = deployed(before)
     for alpha in alphas:
-        training.measure(alpha)
+        training.observe_rate(alpha)
     return training
 
 
@@ -277,9 +277,9 @@ def test_within_the_margin_it_stays():
 
 def test_nothing_is_judged_before_the_engine_serves_it():
     training = deployed()
-    training.served = 0
+    training.served_version = 0
     for _ in range(30):
-        training.measure(0.0)
+        training.observe_rate(0.0)
     assert training.state.version == 1
     # It comes; what lived through the change is passed over.
     for step in range(3):
@@ -293,49 +293,49 @@ def test_nothing_is_judged_before_the_engine_serves_it():
 
 def test_a_version_that_was_still_judged_is_nothing_to_go_back_to():
     training = deployed()
-    training.keep(10)
-    training.trained(result(2, 2))
-    training.served = 2
+    training.record_stored_signals(10)
+    training.finish_round(result(2, 2))
+    training.served_version = 2
     assert (training.state.version, training.state.parent) == (2, 0)
     for _ in range(5):
-        training.measure(0.1)
+        training.observe_rate(0.1)
     assert training.state.version == 0
 
 
 def test_only_so_many_rounds_are_remembered():
     training = ready()
     for number in range(1, 41):
-        training.keep(10)
-        training.trained(TrainingResult(number, error="no"))
+        training.record_stored_signals(10)
+        training.finish_round(TrainingResult(number, error="no"))
     assert [record.result.round for record in training.state.history] == list(range(25, 41))
 
 
 def test_on_stable_traffic_it_is_quiet():
     """Shares of 64 drafted sequences at two kinds of traffic, mixed: no collecting in 2,000."""
     draw = random.Random(5)
-    training = SelectiveTraining(DRAFTER, TrainingSettings(), attended=True)
+    training = SelectiveTraining(DRAFTER, TrainingSettings(), is_trainer_connected=True)
     for _ in range(2000):
         alpha = sum(draw.random() < draw.choice((0.45, 0.75)) for _ in range(100)) / 100
-        training.measure(alpha)
+        training.observe_rate(alpha)
         assert not training.state.collecting
 
 
 def test_a_shift_is_noticed_within_some_rates():
     draw = random.Random(6)
-    training = SelectiveTraining(DRAFTER, TrainingSettings(), attended=True)
+    training = SelectiveTraining(DRAFTER, TrainingSettings(), is_trainer_connected=True)
     for _ in range(200):
-        training.measure(sum(draw.random() < 0.6 for _ in range(100)) / 100)
+        training.observe_rate(sum(draw.random() < 0.6 for _ in range(100)) / 100)
     count = 0
     while not training.state.collecting:
-        training.measure(sum(draw.random() < 0.4 for _ in range(100)) / 100)
+        training.observe_rate(sum(draw.random() < 0.4 for _ in range(100)) / 100)
         count += 1
         assert count < 12
 
 
 def test_a_state_comes_back_as_it_was_kept():
     training = judged([0.6] * 7)
-    training.keep(10)
-    training.trained(TrainingResult(2, error="why"))
+    training.record_stored_signals(10)
+    training.finish_round(TrainingResult(2, error="why"))
     assert training.state.trial is not None
     assert from_json(to_json(training.state)) == training.state
     assert from_json(to_json(TrainingState())) == TrainingState()

@@ -56,7 +56,7 @@ class TrainedEngine(VirtualEngine):
         super().__init__(core, clock, context=1)
         self.gain, self.base, self.lost, self.drift = gain, base, lost, drift
         self.ready = ready
-        self.state, self.since, self.updates = 0.0, 0, 0
+        self.state, self.steps_since_update, self.updates = 0.0, 0, 0
         self.dice = np.random.default_rng(1)
         self.asked: list[int] = []
 
@@ -65,16 +65,16 @@ class TrainedEngine(VirtualEngine):
         self.run(steps)
         return self.asked[-steps:]
 
-    def probe_of(self, row: PlanRow) -> Probe | None:
+    def next_probe(self, row: PlanRow) -> Probe | None:
         return None
 
     def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
         stride = self.plan.regime.stride
         self.asked.append(stride)
-        self.since += 1
-        lands = 0 < stride <= self.since and self.step >= self.ready
+        self.steps_since_update += 1
+        lands = 0 < stride <= self.steps_since_update and self.step >= self.ready
         if lands:
-            self.since = 0
+            self.steps_since_update = 0
             self.updates += 1
             self.state += 0.05 * (1 - self.state)
         self.state *= 1 - self.drift
@@ -139,7 +139,7 @@ def test_only_a_trial_uses_the_account(gain: float):
     engine, before, fell = TrainedEngine(gain), None, 0
     for _ in range(3000):
         engine.run(1)
-        now = engine.core.updates.strides
+        now = engine.core.updates.stride_state
         if now is not None and before is not None and now.trial_steps < before.trial_steps:
             assert now.trying or before.trying
             fell += 1
@@ -151,7 +151,7 @@ def test_a_trainer_that_starts_late_finds_the_account_as_it_was():
     """Trials that last until then would cost more than the account holds."""
     engine = TrainedEngine(0.3, ready=4000)
     engine.run(4000)
-    strides = engine.core.updates.strides
+    strides = engine.core.updates.stride_state
     assert strides is not None
     assert strides.updates == 0
     # What it began with, and what was earned since.
@@ -208,7 +208,7 @@ def test_nothing_is_updated_beside_a_measurement():
     engine = TrainedEngine(0.3)
     engine.run(2000)
     assert engine.plan.regime.stride
-    assert engine.core.force(Arm("eagle3", 3)).regime == Regime()
+    assert engine.core.force_arm(Arm("eagle3", 3)).regime == Regime()
 
 
 def test_the_same_reports_give_the_same_strides():

@@ -36,7 +36,7 @@ class Drafter:
                 self.steps, batch, batch, "eagle3", gamma, counts, 0.02,
                 update_seconds=0.05 if landed else 0.0,
             )  # fmt: skip
-            self.response.fold(report, drafted=True)
+            self.response.observe(report, is_learner_step=True)
 
     def reset(self) -> None:
         """Back to the first weights, as the next step reports it."""
@@ -44,7 +44,7 @@ class Drafter:
         report = StepReport(
             self.steps, 1, 1, "eagle3", 0, (1,), 0.02, StepFlags(drafter_reset=True)
         )
-        self.response.fold(report, drafted=True)
+        self.response.observe(report, is_learner_step=True)
 
     def forecast(self, horizon: float = 5000.0) -> Forecast:
         return self.response.forecast(RATES, horizon, 0)
@@ -54,8 +54,8 @@ def test_before_any_evidence_more_updates_are_expected_to_help():
     forecast = UpdateResponse().forecast(RATES, 5000.0, 0)
     ahead = forecast.mean[:, -1]
     assert ahead[0] < ahead[1] < ahead[2]
-    assert (forecast.hopeful[1:, -1] > ahead[1:]).all()
-    assert forecast.hopeful[0] == pytest.approx(forecast.mean[0])
+    assert (forecast.optimistic[1:, -1] > ahead[1:]).all()
+    assert forecast.optimistic[0] == pytest.approx(forecast.mean[0])
 
 
 def test_a_trial_shows_what_its_updates_reach():
@@ -65,15 +65,18 @@ def test_a_trial_shows_what_its_updates_reach():
     never, short, longer, always = (
         drafter.response.forecast(RATES, 5000.0, 0, most) for most in (0.0, 5.0, 100.0, np.inf)
     )
-    for found in (never, short, longer, always):
-        assert found.mean == pytest.approx(always.mean)
-        assert found.hopeful == pytest.approx(always.hopeful)
+    for forecast_variant in (never, short, longer, always):
+        assert forecast_variant.mean == pytest.approx(always.mean)
+        assert forecast_variant.optimistic == pytest.approx(always.optimistic)
         # Of what runs now nothing has to be shown.
-        assert found.testable[0] == pytest.approx(found.hopeful[0])
+        assert forecast_variant.testable[0] == pytest.approx(forecast_variant.optimistic[0])
     assert never.testable[1:] == pytest.approx(never.mean[1:])
-    hoped = [float((found.testable - found.mean)[2, -1]) for found in (short, longer, always)]
+    hoped = [
+        float((forecast_variant.testable - forecast_variant.mean)[2, -1])
+        for forecast_variant in (short, longer, always)
+    ]
     assert hoped == sorted(hoped)
-    most = float((always.hopeful - always.mean)[2, -1])
+    most = float((always.optimistic - always.mean)[2, -1])
     assert 0.2 * most < hoped[0] < 0.7 * most
     assert 0.8 * most < hoped[2] < most
 
@@ -93,7 +96,7 @@ def test_the_gain_is_found():
     for rounds, stride in ((300, 0), (1500, 5), (2500, 0), (800, 5)):
         drafter.run(rounds, stride)
     forecast = drafter.forecast()
-    assert forecast.now == pytest.approx(0.6 + 0.2 * drafter.state, abs=0.03)
+    assert forecast.current == pytest.approx(0.6 + 0.2 * drafter.state, abs=0.03)
     settled = 0.2 * 0.006 / 0.007
     assert forecast.mean[2, -1] - forecast.mean[0, -1] == pytest.approx(settled, abs=0.08)
 
@@ -125,10 +128,10 @@ def test_resets_take_away_what_was_won():
     for drafter in (kept, reset):
         drafter.run(64, 5)
     # Without updates one may hold what it has, the other one loses it with the next request.
-    assert reset.forecast().now > 0.63
+    assert reset.forecast().current > 0.63
     # Two requests on, most of it is gone: sooner than drift takes it.
     soon = reset.forecast(200.0)
-    assert soon.now - soon.mean[0, -1] > 0.03
+    assert soon.current - soon.mean[0, -1] > 0.03
     assert kept.forecast().mean[0, -1] > reset.forecast().mean[0, -1] + 0.04
 
 
@@ -142,8 +145,8 @@ def test_a_single_rollback_does_not_take_away_what_is_won_after_it():
     assert not rolled_back.response.is_reset_repeatedly
     # Without further updates it is expected to keep as much of it as one that never was.
     usual, ours = kept.forecast(), rolled_back.forecast()
-    lost = ours.now - ours.mean[0, -1]
-    assert lost == pytest.approx(usual.now - usual.mean[0, -1], abs=0.02)
+    lost = ours.current - ours.mean[0, -1]
+    assert lost == pytest.approx(usual.current - usual.mean[0, -1], abs=0.02)
 
 
 def test_the_second_reset_shows_how_often_they_come():
@@ -157,7 +160,7 @@ def test_the_second_reset_shows_how_often_they_come():
     # What is won after it is expected to be gone with the next one.
     drafter.run(99, 5)
     soon = drafter.forecast(400.0)
-    assert soon.mean[0, -1] < soon.now - 0.01
+    assert soon.mean[0, -1] < soon.current - 0.01
 
 
 def test_longer_drafts_do_not_look_like_a_change():
@@ -169,9 +172,11 @@ def test_longer_drafts_do_not_look_like_a_change():
     for step in range(3000):
         gamma = 7 if step % 1000 > 500 else 1
         counts = accepted_counts(rng, 8, gamma, chances)
-        response.fold(StepReport(step, 8, 8, "eagle3", gamma, tuple(counts), 0.02), drafted=True)
+        response.observe(
+            StepReport(step, 8, 8, "eagle3", gamma, tuple(counts), 0.02), is_learner_step=True
+        )
         if step > 1000 and step % 250 == 0:
-            nows.append(response.forecast(RATES, 5000.0, 0).now)
+            nows.append(response.forecast(RATES, 5000.0, 0).current)
         if step == 2000:
             shifts = response.shifts
     assert nows == pytest.approx([0.8] * len(nows), abs=0.04)
@@ -187,21 +192,21 @@ def test_a_harder_traffic_is_noticed_and_has_everything_to_win_again():
     drafter.run(200, 0)
     assert drafter.response.shifts >= 1
     after = drafter.forecast()
-    assert after.now == pytest.approx(0.4, abs=0.06)
+    assert after.current == pytest.approx(0.4, abs=0.06)
     assert after.mean[2, -1] - after.mean[0, -1] > 0.1
 
 
 def test_another_drafters_counts_are_not_taken():
     response = UpdateResponse()
     for step in range(200):
-        response.fold(StepReport(step, 8, 8, "other", 1, (8, 0), 0.02), drafted=False)
-    assert response.forecast(RATES, 5000.0, 0).now == pytest.approx(0.7)
+        response.observe(StepReport(step, 8, 8, "other", 1, (8, 0), 0.02), is_learner_step=False)
+    assert response.forecast(RATES, 5000.0, 0).current == pytest.approx(0.7)
 
 
 def feed(response: UpdateResponse, counts: tuple[int, ...], times: int) -> None:
     for step in range(times):
         report = StepReport(step, sum(counts), 1, "eagle3", len(counts) - 1, counts, 0.02)
-        response.fold(report, drafted=True)
+        response.observe(report, is_learner_step=True)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +221,11 @@ def test_the_ends_of_what_can_be_reported_give_numbers(counts: tuple[int, ...]):
     feed(response, (3, 1), 4000)
     feed(response, (4, *[0] * 64), 100)
     forecast = response.forecast(RATES, 5000.0, 0)
-    for found in (forecast.mean, forecast.hopeful):
-        assert np.isfinite(found).all()
-        assert ((found > 0) & (found < 1)).all()
-    assert 0 < forecast.now < 1
-    assert forecast.deviation > 0
+    for estimates in (forecast.mean, forecast.optimistic):
+        assert np.isfinite(estimates).all()
+        assert ((estimates > 0) & (estimates < 1)).all()
+    assert 0 < forecast.current < 1
+    assert forecast.gain_deviation > 0
 
 
 def test_rows_that_must_not_be_drafted_for_have_rejected_nothing():
@@ -228,5 +233,5 @@ def test_rows_that_must_not_be_drafted_for_have_rejected_nothing():
     groups = (RowGroup("eagle3", 1, (0, 4)), RowGroup("", 0, (4,)))
     for step in range(400):
         report = StepReport(step, 8, 8, "eagle3", 1, (4, 4), 0.02, groups=groups)
-        response.fold(report, drafted=True)
-    assert response.forecast(RATES, 5000.0, 0).now > 0.9
+        response.observe(report, is_learner_step=True)
+    assert response.forecast(RATES, 5000.0, 0).current > 0.9

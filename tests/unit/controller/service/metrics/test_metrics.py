@@ -13,15 +13,15 @@ from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (
     GAMMAS,
-    Running,
+    RunningSidecar,
     SteerClient,
     failure,
     make_profile,
-    measured_of,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    session_metrics,
+    wait_until,
+    with_timeout,
 )
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -32,7 +32,7 @@ async def scrape(port: int) -> Series:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
-    families = text_string_to_metric_families(await soon(asyncio.to_thread(get)))
+    families = text_string_to_metric_families(await with_timeout(asyncio.to_thread(get)))
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
@@ -40,13 +40,13 @@ async def scrape(port: int) -> Series:
     }
 
 
-def of(engine: str, **labels: str) -> tuple[tuple[str, str], ...]:
+def make_label_key(engine: str, **labels: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted({"engine": engine, **labels}.items()))
 
 
 async def test_a_scrape_tells_what_happened(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         running.sidecar.profiles.add(make_profile(target_model="profiled"))
         stream = SteerClient(running, await running.introduce("a"))
         await running.introduce("b", target_model="profiled")
@@ -62,35 +62,39 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
         rejected = 0
         while rejected < 3:
             rejected += len(await stream.rejections())
-        found = await scrape(port)
+        metric_values = await scrape(port)
     version = (("version", controller.__version__),)
-    assert found["speculation_controller_build_info", version] == 1
-    assert found["speculation_engines", (("costs", "measured"),)] == 1
-    assert found["speculation_engines", (("costs", "prior"),)] == 1
-    assert found["speculation_overloaded", ()] == 0
-    assert found["speculation_messages_total", of("a")] == 1
-    assert found["speculation_reports_total", of("a")] == 2
-    assert found["speculation_dropped_reports_total", of("a")] == 3
-    assert found["speculation_unsteered_steps_total", of("a")] == 1
-    assert found["speculation_eager_steps_total", of("a")] == 1
+    assert metric_values["speculation_controller_build_info", version] == 1
+    assert metric_values["speculation_engines", (("costs", "measured"),)] == 1
+    assert metric_values["speculation_engines", (("costs", "prior"),)] == 1
+    assert metric_values["speculation_overloaded", ()] == 0
+    assert metric_values["speculation_messages_total", make_label_key("a")] == 1
+    assert metric_values["speculation_reports_total", make_label_key("a")] == 2
+    assert metric_values["speculation_dropped_reports_total", make_label_key("a")] == 3
+    assert metric_values["speculation_unsteered_steps_total", make_label_key("a")] == 1
+    assert metric_values["speculation_eager_steps_total", make_label_key("a")] == 1
     for code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
-        assert found["speculation_rejected_reports_total", of("a", code=code)] == 1
-    assert found["speculation_step_seconds_total", of("a")] == 0.02
-    assert found["speculation_draft_tokens_total", of("a")] == 16
-    assert found["speculation_accepted_tokens_total", of("a")] == 10
-    assert found["speculation_generated_tokens_total", of("a")] == 18
-    assert found["speculation_plans_total", of("a", reason="profile-missing")] >= 1
-    assert found["speculation_plan_epoch", of("a")] >= 1
-    assert found["speculation_gamma", of("a", drafter="mtp")] in {0, 1, 2, 3}
-    assert found["speculation_profiled", of("a")] == 0
-    assert found["speculation_profiled", of("b")] == 1
-    assert found["speculation_steering", of("a")] == 1
-    assert found["speculation_steering", of("b")] == 0
-    assert found["speculation_measuring", of("a")] == 0
-    assert found["speculation_probe_share", of("a")] >= 0
-    assert found["speculation_expected_acceptance_length", of("a")] >= 1
-    assert found["speculation_predicted_step_seconds", of("a")] > 0
-    assert found["process_resident_memory_bytes", ()] > 0
+        assert (
+            metric_values["speculation_rejected_reports_total", make_label_key("a", code=code)] == 1
+        )
+    assert metric_values["speculation_step_seconds_total", make_label_key("a")] == 0.02
+    assert metric_values["speculation_draft_tokens_total", make_label_key("a")] == 16
+    assert metric_values["speculation_accepted_tokens_total", make_label_key("a")] == 10
+    assert metric_values["speculation_generated_tokens_total", make_label_key("a")] == 18
+    assert (
+        metric_values["speculation_plans_total", make_label_key("a", reason="profile-missing")] >= 1
+    )
+    assert metric_values["speculation_plan_epoch", make_label_key("a")] >= 1
+    assert metric_values["speculation_gamma", make_label_key("a", drafter="mtp")] in {0, 1, 2, 3}
+    assert metric_values["speculation_profiled", make_label_key("a")] == 0
+    assert metric_values["speculation_profiled", make_label_key("b")] == 1
+    assert metric_values["speculation_steering", make_label_key("a")] == 1
+    assert metric_values["speculation_steering", make_label_key("b")] == 0
+    assert metric_values["speculation_measuring", make_label_key("a")] == 0
+    assert metric_values["speculation_probe_share", make_label_key("a")] >= 0
+    assert metric_values["speculation_expected_acceptance_length", make_label_key("a")] >= 1
+    assert metric_values["speculation_predicted_step_seconds", make_label_key("a")] > 0
+    assert metric_values["process_resident_memory_bytes", ()] > 0
 
 
 async def test_acceptance_is_what_was_counted(tmp_path: Path):
@@ -108,19 +112,19 @@ async def test_acceptance_is_what_was_counted(tmp_path: Path):
     tokens = sum(k * n for k, n in accepted.items())
     drafted = sum(gamma * n for gamma, n in gammas.items())
     assert 0 < drafts < steps
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         stream = SteerClient(running, await running.introduce("a"))
         before = await scrape(port)
         await stream.send(*messages)
-        session = running.sidecar.registry.by_engine("a")
-        await until(lambda: session.counters.reports == len(messages))
+        session = running.sidecar.registry.find_by_engine("a")
+        await wait_until(lambda: session.counters.reports == len(messages))
         # The last minute is kept once a second.
         length = 1 + tokens / drafts
-        await until(lambda: session.last_minute.acceptance_length == pytest.approx(length))
-        found = await scrape(port)
+        await wait_until(lambda: session.last_minute.acceptance_length == pytest.approx(length))
+        metric_values = await scrape(port)
 
     def counted(name: str, **labels: str) -> float:
-        return found[f"speculation_{name}", of("a", **labels)]
+        return metric_values[f"speculation_{name}", make_label_key("a", **labels)]
 
     name = "accepted_tokens_per_draft"
     for k in GAMMAS:
@@ -145,15 +149,15 @@ async def test_acceptance_is_what_was_counted(tmp_path: Path):
     predicted = counted("predicted_seconds_total")
     assert counted("step_time_bias_ratio") == pytest.approx(predicted / took - 1)
     # Every series of a counter is there before its first increase, and no ratio of nothing.
-    wanted = {key for key in found if "accepted_tokens_per" in key[0]}
+    wanted = {key for key in metric_values if "accepted_tokens_per" in key[0]}
     assert wanted <= set(before)
-    assert ("speculation_acceptance_length", of("a")) not in before
+    assert ("speculation_acceptance_length", make_label_key("a")) not in before
 
 
 async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         numbers = iter(range(1000, 2000))
         counted = {
             "reports": "reports", "dropped": "dropped_reports", "step_seconds": "step_seconds",
@@ -173,48 +177,50 @@ async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
             for name, metric in names.items():
                 wanted[f"speculation_{metric}_total",] = number = next(numbers)
                 setattr(owner, name, number)
-        session.core.prediction_audit.instead_seconds["off"] = wanted[
+        session.core.prediction_audit.alternative_seconds["off"] = wanted[
             "speculation_estimated_instead_seconds_total", "off"
         ] = next(numbers)
-        session.counters.by_length = [1, 20, 300]
-        found = measured_of(session)
-    assert {name: found[name] for name in wanted} == wanted
-    assert found["speculation_accepted_tokens_total",] == 620
-    assert found["speculation_generated_tokens_total",] == 941
+        session.counters.sequences_by_length = [1, 20, 300]
+        metric_values = session_metrics(session)
+    assert {name: metric_values[name] for name in wanted} == wanted
+    assert metric_values["speculation_accepted_tokens_total",] == 620
+    assert metric_values["speculation_generated_tokens_total",] == 941
     per_position = "speculation_accepted_tokens_per_pos_total"
-    assert (found[per_position, "0"], found[per_position, "1"]) == (320, 300)
+    assert (metric_values[per_position, "0"], metric_values[per_position, "1"]) == (320, 300)
 
 
 async def test_the_series_of_an_engine_end_with_its_session(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         await running.introduce("a")
-        assert ("speculation_reports_total", of("a")) in await scrape(port)
+        assert ("speculation_reports_total", make_label_key("a")) in await scrape(port)
         running.sidecar.registry.close(RuntimeWarning("over"))  # type: ignore[arg-type]
-        assert ("speculation_reports_total", of("a")) not in await scrape(port)
+        assert ("speculation_reports_total", make_label_key("a")) not in await scrape(port)
 
 
-async def measured_flag(running: Running, port: int) -> float:
-    return (await scrape(port))["speculation_measuring", of("a")]
+async def measured_flag(running: RunningSidecar, port: int) -> float:
+    return (await scrape(port))["speculation_measuring", make_label_key("a")]
 
 
 async def test_a_measurement_shows(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         await running.introduce("a")
         call = running.profiling.Measure()
-        await soon(call.write(service_pb2.MeasureRequest(engine_id="a", drafter="mtp", gamma=1)))
-        await soon(call.read())
+        await with_timeout(
+            call.write(service_pb2.MeasureRequest(engine_id="a", drafter="mtp", gamma=1))
+        )
+        await with_timeout(call.read())
         assert await measured_flag(running, port) == 1
-        await soon(call.done_writing())
-        assert await soon(call.read()) is grpc.aio.EOF
+        await with_timeout(call.done_writing())
+        assert await with_timeout(call.read()) is grpc.aio.EOF
         assert await measured_flag(running, port) == 0
 
 
 async def test_refused_calls_leave_the_metrics_alone(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         request = service_pb2.DecideRequest(session_id="nobody", report=report_message(1))
         await failure(running.speculation.Decide(request))
-        found = await scrape(port)
-    assert not [name for name, labels in found if name.startswith("speculation_reports")]
+        metric_values = await scrape(port)
+    assert not [name for name, labels in metric_values if name.startswith("speculation_reports")]

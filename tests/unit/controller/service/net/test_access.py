@@ -16,14 +16,20 @@ from controller.service.net import guard, tcp
 from controller.service.net.access import AccessFileError, AccessList
 from controller.service.net.callers import Right
 from controller.service.net.errors import StartRefusedError
-from controller.service.net.guard import right_of
+from controller.service.net.guard import required_right
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.credentials import free_address, make_authority, token_line
-from tests.support.override_calls import asked
-from tests.support.permitted_calls import Called
-from tests.support.service_harness import engine_message, failure, serving, soon, until
+from tests.support.override_calls import make_override_request
+from tests.support.permitted_calls import CallProbe
+from tests.support.service_harness import (
+    engine_message,
+    failure,
+    running_sidecar,
+    wait_until,
+    with_timeout,
+)
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
@@ -34,24 +40,26 @@ OK = grpc.StatusCode.OK
 
 async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(tmp_path: Path):
     address = free_address()
-    async with serving(tmp_path, tcp=address) as running:
+    async with running_sidecar(tmp_path, tcp=address) as running:
         async with grpc.aio.insecure_channel(address) as channel:
-            called = Called(channel)
+            called = CallProbe(channel)
             assert await called.read() is OK
             assert await called.steer() is OK
             code, text = await failure(
-                policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
+                policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
+                    make_override_request(off=True)
+                )
             )
             assert code is DENIED
             assert "use the operators' socket, unix:" in text
-        assert await Called(running.operators).override("o1") is OK
+        assert await CallProbe(running.operators).override("o1") is OK
 
 
 async def test_the_engines_socket_reads_and_steers_and_never_overrides(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        called = Called(running.channel)
-        found = (await called.read(), await called.steer(), await called.override("o1"))
-        assert found == (OK, OK, DENIED)
+    async with running_sidecar(tmp_path) as running:
+        called = CallProbe(running.channel)
+        statuses = (await called.read(), await called.steer(), await called.override("o1"))
+        assert statuses == (OK, OK, DENIED)
 
 
 async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
@@ -63,7 +71,7 @@ async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
         + token_line("read,override", "o-secret", "ann")
     )
     async with (
-        serving(tmp_path, tcp=address, access=access),
+        running_sidecar(tmp_path, tcp=address, access=access),
         grpc.aio.insecure_channel(address) as channel,
     ):
         expected = {
@@ -73,32 +81,32 @@ async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
             "guessed": (UNKNOWN,) * 4,
             "": (UNKNOWN,) * 4,
         }
-        await Called(channel, "o-secret").override("seen")
+        await CallProbe(channel, "o-secret").override("seen")
         for number, (token, codes) in enumerate(expected.items()):
-            called = Called(channel, token)
-            found = (
+            called = CallProbe(channel, token)
+            statuses = (
                 await called.read(),
                 await called.steer(),
                 await called.override(f"o{number}"),
                 await called.watch(),
             )
-            assert found == codes, token
+            assert statuses == codes, token
 
 
 async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
     address, access = free_address(), tmp_path / "access"
     access.write_text(token_line("read", "old", "x"))
     async with (
-        serving(tmp_path, tcp=address, access=access),
+        running_sidecar(tmp_path, tcp=address, access=access),
         grpc.aio.insecure_channel(address) as channel,
     ):
-        assert await Called(channel, "old").read() is OK
+        assert await CallProbe(channel, "old").read() is OK
         access.write_text(token_line("read", "new-one", "x"))
         codes: list[grpc.StatusCode] = []
 
         async def rotated() -> bool:
             codes[:] = [
-                await Called(channel, "old").read(), await Called(channel, "new-one").read(),
+                await CallProbe(channel, "old").read(), await CallProbe(channel, "new-one").read(),
             ]  # fmt: skip
             return codes == [UNKNOWN, OK]
 
@@ -110,9 +118,9 @@ async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
         # A file that is half-written changes nothing.
         with structlog.testing.capture_logs() as lines:
             access.write_text("read token-sha256:12")
-            await until(lambda: lines)
+            await wait_until(lambda: lines)
         assert lines[0]["event"] == "access_not_read"
-        assert await Called(channel, "new-one").read() is OK
+        assert await CallProbe(channel, "new-one").read() is OK
 
 
 async def silence() -> AsyncIterator[bytes]:
@@ -125,7 +133,7 @@ async def test_on_tcp_nobody_waits_for_the_message_of_a_call_that_may_not_be_mad
     address, access = free_address(), tmp_path / "access"
     access.write_text(token_line("read", "known", "x"))
     async with (
-        serving(tmp_path, tcp=address, access=access),
+        running_sidecar(tmp_path, tcp=address, access=access),
         grpc.aio.insecure_channel(address) as channel,
     ):
         raw: Any = channel
@@ -133,7 +141,7 @@ async def test_on_tcp_nobody_waits_for_the_message_of_a_call_that_may_not_be_mad
             call: Any = raw.stream_unary("/speculation.v1.SpeculationService/Introduce")(
                 silence(), metadata=(("authorization", f"Bearer {token}"),)
             )
-            assert await soon(call.code()) is code
+            assert await with_timeout(call.code()) is code
 
 
 @pytest.mark.parametrize(
@@ -145,7 +153,7 @@ async def test_a_stream_ends_with_the_right_to_it(tmp_path: Path, line: str, cod
     kept = token_line("read,steer", "kept", "kept")
     access.write_text(kept + token_line("read,steer", "revoked", "engine"))
     async with (
-        serving(tmp_path, tcp=address, access=access),
+        running_sidecar(tmp_path, tcp=address, access=access),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
@@ -153,15 +161,15 @@ async def test_a_stream_ends_with_the_right_to_it(tmp_path: Path, line: str, cod
         for token in ("revoked", "kept"):
             metadata = (("authorization", f"Bearer {token}"),)
             request = service_pb2.IntroduceRequest(engine=engine_message(token))
-            session = (await soon(stub.Introduce(request, metadata=metadata))).session_id
+            session = (await with_timeout(stub.Introduce(request, metadata=metadata))).session_id
             stream = stub.Steer(metadata=metadata)
-            await soon(stream.write(service_pb2.SteerRequest(session_id=session)))
-            await soon(stream.read())
+            await with_timeout(stream.write(service_pb2.SteerRequest(session_id=session)))
+            await with_timeout(stream.read())
             streams.append(stream)
         rights, _, engines = line.partition(" ")
         changed = token_line(rights, "revoked", f"engine {engines}".strip()) if rights else ""
         access.write_text(kept + changed)
-        assert await soon(streams[0].code()) is code
+        assert await with_timeout(streams[0].code()) is code
         assert not streams[1].done()
 
 
@@ -172,36 +180,38 @@ async def test_an_entry_acts_on_its_own_engines_only(tmp_path: Path):
     )
     metadata = (("authorization", "Bearer secret"),)
     async with (
-        serving(tmp_path, tcp=address, access=access) as running,
+        running_sidecar(tmp_path, tcp=address, access=access) as running,
         grpc.aio.insecure_channel(address) as channel,
     ):
         await running.introduce("pod-b-0")
         stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
         for name in ("pod-a-0", "spare"):
             request = service_pb2.IntroduceRequest(engine=engine_message(name))
-            await soon(stub.Introduce(request, metadata=metadata))
+            await with_timeout(stub.Introduce(request, metadata=metadata))
         request = service_pb2.IntroduceRequest(engine=engine_message("pod-b-1"))
         code, text = await failure(stub.Introduce(request, metadata=metadata))
         assert code is DENIED
         assert "pod-a may act on the engines pod-a-*, spare, but not on 'pod-b-1'" in text
         measure: Any = service_pb2_grpc.ProfilingServiceStub(channel).Measure(metadata=metadata)
         asking = service_pb2.MeasureRequest(engine_id="pod-b-0", drafter="mtp", gamma=1)
-        await soon(measure.write(asking))
-        assert await soon(measure.code()) is DENIED
+        await with_timeout(measure.write(asking))
+        assert await with_timeout(measure.code()) is DENIED
         policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
         for scope in ({"engine_id": "pod-b-0"}, {"fleet": True}, {"target_model": "target"}):
-            setting = policy.SetOverride(asked("o", scope=scope, off=True), metadata=metadata)
+            setting = policy.SetOverride(
+                make_override_request("o", scope=scope, off=True), metadata=metadata
+            )
             assert (await failure(setting))[0] is DENIED
-        mine = asked("mine", scope={"engine_id": "pod-a-0"}, off=True)
-        await soon(policy.SetOverride(mine, metadata=metadata))
-        others = asked("others", scope={"fleet": True}, off=True)
-        await soon(running.policy.SetOverride(others))
+        mine = make_override_request("mine", scope={"engine_id": "pod-a-0"}, off=True)
+        await with_timeout(policy.SetOverride(mine, metadata=metadata))
+        others = make_override_request("others", scope={"fleet": True}, off=True)
+        await with_timeout(running.policy.SetOverride(others))
         for name, code in (("mine", OK), ("others", DENIED)):
             clearing = policy_pb2.ClearOverrideRequest(
                 override_id=name, author="ann", reason="done"
             )
             call = policy.ClearOverride(clearing, metadata=metadata)
-            assert await soon(call.code()) is code
+            assert await with_timeout(call.code()) is code
 
 
 @asynccontextmanager
@@ -225,20 +235,20 @@ async def test_a_client_certificate_is_a_name_and_the_name_has_rights(tmp_path: 
         "tls_key": tmp_path / "sidecar.key",
         "tls_client_ca": tmp_path / "ca.pem",
     }
-    async with serving(tmp_path, tcp=address, access=access, **tls):
+    async with running_sidecar(tmp_path, tcp=address, access=access, **tls):
         async with dialled(tmp_path, address, "ann.example") as channel:
-            assert await Called(channel).read() is OK
-            assert await Called(channel).override("o1") is OK
-            assert await Called(channel).steer() is DENIED
+            assert await CallProbe(channel).read() is OK
+            assert await CallProbe(channel).override("o1") is OK
+            assert await CallProbe(channel).steer() is DENIED
         async with dialled(tmp_path, address, "stranger.example") as channel:
-            assert await Called(channel).read() is UNKNOWN
+            assert await CallProbe(channel).read() is UNKNOWN
         # Another authority's certificate does not even get a connection.
         other = tmp_path / "other"
         other.mkdir()
         make_authority(other, ["ann.example"])
         (other / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
         async with dialled(other, address, "ann.example") as channel:
-            assert await Called(channel).read() is grpc.StatusCode.UNAVAILABLE
+            assert await CallProbe(channel).read() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_operators_who_hammer_are_told_to_wait(
@@ -246,10 +256,10 @@ async def test_operators_who_hammer_are_told_to_wait(
 ):
     # Nothing is added while the calls come, however slow they are.
     monkeypatch.setitem(guard.LIMITS, Right.OVERRIDE, (0.0, 200.0))
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         codes = set()
         for _ in range(400):
-            codes.add(await Called(running.operators).override("bad id"))
+            codes.add(await CallProbe(running.operators).override("bad id"))
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
 
 
@@ -266,7 +276,7 @@ async def test_a_start_that_would_be_less_safe_than_meant_is_refused(
     make_authority(tmp_path, ["sidecar"])
     paths: dict[str, Any] = {name: tmp_path / value for name, value in settings.items()}
     with pytest.raises(AccessFileError, match=text):
-        async with serving(tmp_path, tcp=free_address(), **paths):
+        async with running_sidecar(tmp_path, tcp=free_address(), **paths):
             pass
 
 
@@ -327,16 +337,16 @@ def test_every_entry_is_known_by_its_whole_key_and_shown_by_its_name(tmp_path: P
         "gid:1000": "gid:1000",
     }
     for key, name in keys.items():
-        found = access.find(key)
-        assert found is not None
-        assert (found.identity, found.name) == (key, name)
+        entry = access.find(key)
+        assert entry is not None
+        assert (entry.access_key, entry.name) == (key, name)
 
 
 def changed(access: AccessList, path: Path, text: str) -> None:
     """The list after as many looks as a change takes."""
     path.write_text(text)
-    access.look()
-    access.look()
+    access.reload_if_changed()
+    access.reload_if_changed()
 
 
 def test_a_change_counts_when_two_looks_agree(tmp_path: Path):
@@ -345,10 +355,10 @@ def test_a_change_counts_when_two_looks_agree(tmp_path: Path):
     access = AccessList(path)
     for number in range(2, 6):
         path.write_text(f"read uid:{number}\n")
-        access.look()
+        access.reload_if_changed()
         assert access.find("uid:1") is not None
         assert access.version == 0
-    access.look()
+    access.reload_if_changed()
     assert access.find("uid:1") is None
     assert access.find("uid:5") is not None
     assert access.version == 1
@@ -383,7 +393,7 @@ def test_the_start_decides_whether_the_list_governs_the_operators_socket(
 
 def test_what_refuses_a_list_at_the_start_refuses_it_at_a_change(tmp_path: Path):
     settings = Settings.load({"tcp": "pod.example:1", "address": f"unix:{tmp_path}/s"})
-    path, check = tmp_path / "access", partial(tcp.require_no_open_token, settings)
+    path, check = tmp_path / "access", partial(tcp.require_no_unencrypted_token, settings)
     token = token_line("read", "x", "y")
     path.write_text(token)
     with pytest.raises(StartRefusedError, match="be sent unencrypted"):
@@ -401,28 +411,28 @@ def test_what_refuses_a_list_at_the_start_refuses_it_at_a_change(tmp_path: Path)
         assert access.find("uid:1") is not None
         assert access.version == 0
     path.unlink()
-    access.look()
-    access.look()
+    access.reload_if_changed()
+    access.reload_if_changed()
     assert access.find("uid:1") is not None
 
 
 def test_what_each_call_needs():
     prefix = "/speculation.v1."
-    assert right_of(prefix + "PolicyService/SetOverride") is Right.OVERRIDE
-    assert right_of(prefix + "PolicyService/ClearOverride") is Right.OVERRIDE
-    assert right_of(prefix + "PolicyService/QueryAudit") is Right.READ
-    assert right_of(prefix + "InspectionService/Explain") is Right.READ
-    assert right_of(prefix + "SpeculationService/Steer") is Right.STEER
-    assert right_of(prefix + "ProfilingService/Measure") is Right.MEASURE
-    assert right_of(prefix + "ProfilingService/InstallProfile") is Right.INSTALL
-    assert right_of(prefix + "ProfilingService/PushProfile") is Right.INSTALL
-    assert right_of(prefix + "ProfilingService/GetProfile") is Right.READ
-    assert right_of(prefix + "TrainingService/Attend") is Right.STEER
-    assert right_of("/grpc.health.v1.Health/Check") is Right.NONE
-    assert right_of("/anything/Else") is Right.READ
+    assert required_right(prefix + "PolicyService/SetOverride") is Right.OVERRIDE
+    assert required_right(prefix + "PolicyService/ClearOverride") is Right.OVERRIDE
+    assert required_right(prefix + "PolicyService/QueryAudit") is Right.READ
+    assert required_right(prefix + "InspectionService/Explain") is Right.READ
+    assert required_right(prefix + "SpeculationService/Steer") is Right.STEER
+    assert required_right(prefix + "ProfilingService/Measure") is Right.MEASURE
+    assert required_right(prefix + "ProfilingService/InstallProfile") is Right.INSTALL
+    assert required_right(prefix + "ProfilingService/PushProfile") is Right.INSTALL
+    assert required_right(prefix + "ProfilingService/GetProfile") is Right.READ
+    assert required_right(prefix + "TrainingService/Attend") is Right.STEER
+    assert required_right("/grpc.health.v1.Health/Check") is Right.NONE
+    assert required_right("/anything/Else") is Right.READ
 
 
 async def test_the_unix_socket_is_as_open_as_its_mode(tmp_path: Path):
-    async with serving(tmp_path):
+    async with running_sidecar(tmp_path):
         assert (tmp_path / "controller.sock").stat().st_mode & 0o007 == 0
-    await until(lambda: not (tmp_path / "controller.sock").exists())
+    await wait_until(lambda: not (tmp_path / "controller.sock").exists())

@@ -10,19 +10,25 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
-from controller.core.errors import InvalidStateError, SpeculationError, within
+from controller.core.errors import InvalidStateError, SpeculationError, error_field_prefix
 from controller.core.planning.overrides import InvalidOverrideError
-from controller.service.net.errors import FAILED, KINDS, NoOverrideError, kind_of, status_message
+from controller.service.net.errors import (
+    ERROR_KINDS,
+    INTERNAL_ERROR_KIND,
+    NoOverrideError,
+    error_kind_of,
+    status_message,
+)
 from controller.service.rpc.inspection import InspectionServicer
 from speculation.v1 import errors_pb2, policy_pb2, service_pb2, training_pb2
-from tests.support.error_details import failed
+from tests.support.error_details import failure_details
 from tests.support.service_harness import (
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     report_message,
-    serving,
-    soon,
+    running_sidecar,
+    with_timeout,
 )
 
 Code = grpc.StatusCode
@@ -127,32 +133,32 @@ HARMLESS = {"WatchOverrides"}
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    async with serving(tmp_path) as found:
-        yield found
+async def running(tmp_path: Path) -> AsyncIterator[RunningSidecar]:
+    async with running_sidecar(tmp_path) as harness:
+        yield harness
 
 
 def test_every_reason_belongs_to_an_error_and_every_error_has_one():
-    told = {kind.reason for kind in [*KINDS.values(), FAILED]}
-    assert told == set(errors_pb2.ErrorReason.values()) - {errors_pb2.ERROR_REASON_UNSPECIFIED}
+    reasons = {kind.reason for kind in [*ERROR_KINDS.values(), INTERNAL_ERROR_KIND]}
+    assert reasons == set(errors_pb2.ErrorReason.values()) - {errors_pb2.ERROR_REASON_UNSPECIFIED}
 
 
 def test_the_reference_names_the_status_and_the_resource_of_every_reason():
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    for kind in [*KINDS.values(), FAILED]:
+    for kind in [*ERROR_KINDS.values(), INTERNAL_ERROR_KIND]:
         name = errors_pb2.ErrorReason.Name(kind.reason)
         (meaning,) = re.findall(rf"^\| `{name}` \| \d+ \| (.*) \|$", text, re.MULTILINE)
         assert re.match(rf"{kind.status.name}\b", meaning), name
         assert (f", resource `{kind.resource_type}`" in meaning) == bool(kind.resource_type), name
 
 
-@pytest.mark.parametrize("of", KINDS)
-def test_details_of_every_error_say_what_it_is_about(of: type[SpeculationError]):
+@pytest.mark.parametrize("error_class", ERROR_KINDS)
+def test_details_of_every_error_say_what_it_is_about(error_class: type[SpeculationError]):
     # Past its own constructor, which some have.
-    error = of.__new__(of)
+    error = error_class.__new__(error_class)
     SpeculationError.__init__(error, "why", field_path="a.b", resource="me", facts={"etag": "1"})
-    kind, status = KINDS[of], status_message(error)
-    assert kind is kind_of(error)
+    kind, status = ERROR_KINDS[error_class], status_message(error)
+    assert kind is error_kind_of(error)
     kinds = [packed.TypeName() for packed in status.details]
     about_a_field = kind.status in {Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE}
     assert kinds == [
@@ -164,100 +170,108 @@ def test_details_of_every_error_say_what_it_is_about(of: type[SpeculationError])
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 async def test_bytes_that_are_no_request_are_refused_with_details_by_every_call(
-    running: Running, method: MethodDescriptor
+    running: RunningSidecar, method: MethodDescriptor
 ):
-    found = await failed(called(running.operators, method, b"\xff" * 50))
-    assert (found.status, found.reason) == (Code.INVALID_ARGUMENT, "UNREADABLE_REQUEST")
+    failure = await failure_details(called(running.operators, method, b"\xff" * 50))
+    assert (failure.status, failure.reason) == (Code.INVALID_ARGUMENT, "UNREADABLE_REQUEST")
 
 
 @pytest.mark.parametrize(
     "method", [m for m in METHODS if m.name not in HARMLESS], ids=lambda method: method.name
 )
 async def test_every_call_names_what_is_wrong_with_a_request(
-    running: Running, method: MethodDescriptor
+    running: RunningSidecar, method: MethodDescriptor
 ):
     request, reason, field, resource = refused(method)
-    found = await failed(called(running.operators, method, request.SerializeToString()))
-    assert (found.reason, found.field, found.resource) == (reason, field, resource)
+    failure = await failure_details(called(running.operators, method, request.SerializeToString()))
+    assert (failure.reason, failure.field, failure.resource) == (reason, field, resource)
 
 
-async def test_a_caller_without_the_right_is_told_so_in_details(running: Running):
+async def test_a_caller_without_the_right_is_told_so_in_details(running: RunningSidecar):
     for name in ("SetOverride", "InstallProfile", "Measure"):
         method = next(m for m in METHODS if m.name == name)
-        found = await failed(called(running.channel, method, b""))
-        assert (found.status, found.reason) == (Code.PERMISSION_DENIED, "FORBIDDEN")
+        failure = await failure_details(called(running.channel, method, b""))
+        assert (failure.status, failure.reason) == (Code.PERMISSION_DENIED, "FORBIDDEN")
 
 
-async def test_a_refused_report_has_its_field_in_decide_and_its_reason_in_steer(running: Running):
+async def test_a_refused_report_has_its_field_in_decide_and_its_reason_in_steer(
+    running: RunningSidecar,
+):
     session = await running.introduce()
     bad = report_message(1, step_seconds=-1.0)
     request = service_pb2.DecideRequest(session_id=session, report=bad)
-    found = await failed(running.speculation.Decide(request))
-    assert (found.reason, found.field) == ("INVALID_REPORT", "report.step_seconds")
+    failure = await failure_details(running.speculation.Decide(request))
+    assert (failure.reason, failure.field) == ("INVALID_REPORT", "report.step_seconds")
     client = SteerClient(running, session)
     await client.send(bad, report_message(2, gamma=30))
     rejections = await client.rejections()
     assert rejections[0].reason == errors_pb2.ERROR_REASON_INVALID_REPORT
 
 
-async def test_a_field_in_a_list_has_its_place(running: Running):
+async def test_a_field_in_a_list_has_its_place(running: RunningSidecar):
     engine = engine_message()
     engine.drafters.add(name="other", kind=engine.drafters[0].kind, gammas=[3, 1])
     request = service_pb2.IntroduceRequest(engine=engine)
-    found = await failed(running.speculation.Introduce(request))
-    assert (found.reason, found.field) == ("INVALID_ENGINE", "engine.drafters[1].gammas")
+    failure = await failure_details(running.speculation.Introduce(request))
+    assert (failure.reason, failure.field) == ("INVALID_ENGINE", "engine.drafters[1].gammas")
 
 
-async def test_a_conflict_has_the_etag_that_is_needed_to_go_on(running: Running):
+async def test_a_conflict_has_the_etag_that_is_needed_to_go_on(running: RunningSidecar):
     override = policy_pb2.Override(
         override_id="a", scope=policy_pb2.Scope(fleet=True),
         rule=policy_pb2.OverrideRule(gamma=1), author="ann", reason="test",
     )  # fmt: skip
-    held = (await soon(running.policy.SetOverride(request := set_request(override)))).held
+    held = (await with_timeout(running.policy.SetOverride(request := set_request(override)))).held
     request.override.rule.gamma = 2
-    found = await failed(running.policy.SetOverride(request))
-    assert (found.reason, found.resource) == ("OVERRIDE_EXISTS", ("override", "a"))
-    request.etag = found.facts["etag"]
+    failure = await failure_details(running.policy.SetOverride(request))
+    assert (failure.reason, failure.resource) == ("OVERRIDE_EXISTS", ("override", "a"))
+    request.etag = failure.facts["etag"]
     assert request.etag == held.etag
-    await soon(running.policy.SetOverride(request))
-    found = await failed(running.policy.SetOverride(request_with(request, gamma=3)))
-    assert (found.reason, found.status) == ("OVERRIDE_CHANGED", Code.ABORTED)
-    assert found.facts["etag"] != held.etag
+    await with_timeout(running.policy.SetOverride(request))
+    failure = await failure_details(running.policy.SetOverride(request_with(request, gamma=3)))
+    assert (failure.reason, failure.status) == ("OVERRIDE_CHANGED", Code.ABORTED)
+    assert failure.facts["etag"] != held.etag
 
 
 async def test_a_failure_of_the_sidecar_tells_nothing_of_its_inside(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    running: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ):
     def broken(*_: object) -> None:
         raise ValueError("/secret/path")
 
-    monkeypatch.setattr(InspectionServicer, "_explained", broken)
-    found = await failed(running.inspection.Explain(service_pb2.ExplainRequest(engine_id="e")))
-    assert (found.status, found.reason) == (Code.INTERNAL, "INTERNAL")
-    assert "secret" not in found.message
-    assert "ValueError" not in found.message
+    monkeypatch.setattr(InspectionServicer, "_explain", broken)
+    failure = await failure_details(
+        running.inspection.Explain(service_pb2.ExplainRequest(engine_id="e"))
+    )
+    assert (failure.status, failure.reason) == (Code.INTERNAL, "INTERNAL")
+    assert "secret" not in failure.message
+    assert "ValueError" not in failure.message
     # Nor of an error of ours that is not meant for clients.
     status = status_message(InvalidStateError("/secret/path"))
-    assert status.message == found.message
+    assert status.message == failure.message
 
 
-async def test_details_of_the_longest_error_arrive_whole(running: Running):
+async def test_details_of_the_longest_error_arrive_whole(running: RunningSidecar):
     """Also where every character takes many bytes: gRPC refuses metadata above 8 KiB."""
     worst = "\N{GRINNING FACE}" * 5000
     request = service_pb2.ExplainRequest(engine_id=worst)
-    found = await failed(running.inspection.Explain(request))
-    assert found.reason == "ENGINE_NOT_FOUND"
-    assert found.resource is not None
-    assert worst.startswith(found.resource[1].removesuffix("…"))
+    failure = await failure_details(running.inspection.Explain(request))
+    assert failure.reason == "ENGINE_NOT_FOUND"
+    assert failure.resource is not None
+    assert worst.startswith(failure.resource[1].removesuffix("…"))
     error = InvalidOverrideError(worst, field_path=worst, facts={"a": worst, "b": worst})
     assert status_message(error).ByteSize() < 3000
 
 
 def test_an_error_is_within_the_fields_around_it():
-    with pytest.raises(InvalidOverrideError) as caught, within("override"), within("rule"):
+    with (
+        pytest.raises(InvalidOverrideError) as caught,
+        error_field_prefix("override"),
+        error_field_prefix("rule"),
+    ):
         raise InvalidOverrideError("no", field_path="gamma")
     assert caught.value.field_path == "override.rule.gamma"
-    with pytest.raises(NoOverrideError) as other, within("override"):
+    with pytest.raises(NoOverrideError) as other, error_field_prefix("override"):
         raise NoOverrideError("no")
     assert other.value.field_path == "override"
 

@@ -63,12 +63,12 @@ UNTOLD = {
 
 @pytest.mark.parametrize(("kind", "status"), EXPECTED.items())
 def test_every_refusal_has_its_status(kind: type[core.SpeculationError], status: grpc.StatusCode):
-    assert errors.status_of(kind("why")) is status
+    assert errors.status_code_of(kind("why")) is status
 
 
 def test_a_profile_of_another_fingerprint_is_a_failed_precondition():
     error = core.ProfileMismatchError("device", "A", "B")
-    assert errors.status_of(error) is grpc.StatusCode.FAILED_PRECONDITION
+    assert errors.status_code_of(error) is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_no_error_of_core_or_service_is_forgotten():
@@ -82,11 +82,11 @@ def test_no_error_of_core_or_service_is_forgotten():
 
 
 def test_an_error_that_nobody_listed_is_not_passed_off_as_another():
-    assert errors.status_of(core.SpeculationError("?")) is grpc.StatusCode.INTERNAL
+    assert errors.status_code_of(core.SpeculationError("?")) is grpc.StatusCode.INTERNAL
 
 
 def test_a_message_is_cut_where_it_gets_long():
-    assert errors.message_of(core.SpeculationError("short")) == "short"
-    long = errors.message_of(core.SpeculationError("x" * 10_000))
+    assert errors.error_text(core.SpeculationError("short")) == "short"
+    long = errors.error_text(core.SpeculationError("x" * 10_000))
     assert len(long) == 500
     assert long.endswith("…")

@@ -16,16 +16,16 @@ from controller.service.net import unix_sockets
 from controller.service.net.unix_sockets import SocketTakenError
 from controller.util.sockets import operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
-from tests.support.override_calls import FLEET, asked, set_
-from tests.support.permitted_calls import Called
+from tests.support.override_calls import FLEET, make_override_request, set_override
+from tests.support.permitted_calls import CallProbe
 from tests.support.service_harness import (
     ENVIRONMENT,
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     failure,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
@@ -34,11 +34,11 @@ NOBODY = 65534
 
 
 async def test_a_second_sidecar_that_is_refused_leaves_the_firsts_door_open(tmp_path: Path):
-    async with serving(tmp_path) as first:
+    async with running_sidecar(tmp_path) as first:
         with pytest.raises(SocketTakenError):
-            async with serving(tmp_path):
+            async with running_sidecar(tmp_path):
                 pass
-        await set_(first, scope=FLEET, gamma=1)
+        await set_override(first, scope=FLEET, gamma=1)
 
 
 async def as_user(uid: int, address: Path, name: str) -> str:
@@ -69,9 +69,9 @@ async def as_user(uid: int, address: Path, name: str) -> str:
     return done.stdout.strip()
 
 
-async def origins(running: Running) -> list[str]:
+async def origins(running: RunningSidecar) -> list[str]:
     query = policy_pb2.QueryAuditRequest()
-    return [r.origin for r in (await soon(running.policy.QueryAudit(query))).records]
+    return [r.origin for r in (await with_timeout(running.policy.QueryAudit(query))).records]
 
 
 def opened_to_all(tmp_path: Path) -> Path:
@@ -85,10 +85,10 @@ def opened_to_all(tmp_path: Path) -> Path:
 
 
 async def test_only_the_sidecars_own_user_gets_in_by_default(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         path = operators_path(tmp_path / "controller.sock")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        await set_(running, scope=FLEET, off=True)
+        await set_override(running, scope=FLEET, off=True)
         (origin,) = await origins(running)
         assert origin.startswith(f"uid {os.getuid()}, gid {os.getgid()}, pid {os.getpid()} (")
     assert not path.exists()
@@ -96,7 +96,7 @@ async def test_only_the_sidecars_own_user_gets_in_by_default(tmp_path: Path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 async def test_another_user_is_told_apart_and_named_in_the_audit(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         path = operators_path(tmp_path / "controller.sock")
         assert (await as_user(NOBODY, path, "shut-out")).startswith("UNAVAILABLE")
         opened_to_all(tmp_path)
@@ -109,15 +109,15 @@ async def test_another_user_is_told_apart_and_named_in_the_audit(tmp_path: Path)
 async def test_an_access_list_with_users_decides_among_them(tmp_path: Path):
     access = tmp_path / "access"
     access.write_text("read,override uid:0 root\nread gid:65534 guests\n")
-    async with serving(tmp_path, access=access) as running:
+    async with running_sidecar(tmp_path, access=access) as running:
         path = opened_to_all(tmp_path)
-        assert await Called(running.operators).override("o1") is OK
+        assert await CallProbe(running.operators).override("o1") is OK
         assert "guests does not have the right to override" in await as_user(NOBODY, path, "o2")
         access.write_text("read uid:0 root\n")
         with structlog.testing.capture_logs() as lines:
-            await until(lambda: lines)
+            await wait_until(lambda: lines)
         assert lines[0]["event"] == "access_read"
-        assert await Called(running.operators).override("o3") is DENIED
+        assert await CallProbe(running.operators).override("o3") is DENIED
         assert "has no entry for uid 65534" in await as_user(NOBODY, path, "o4")
 
 
@@ -126,7 +126,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 async def test_the_server_behind_the_door_has_no_address(tmp_path: Path):
-    async with serving(tmp_path):
+    async with running_sidecar(tmp_path):
         names = names_in(tmp_path) - {"controller.sock.state"}
         assert names == {"controller.sock", "controller-operators.sock"}
 
@@ -134,38 +134,40 @@ async def test_the_server_behind_the_door_has_no_address(tmp_path: Path):
 async def test_operators_beyond_the_bound_are_refused_and_places_come_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(unix_sockets, "_CONNECTIONS", 2)
+    monkeypatch.setattr(unix_sockets, "_CONNECTIONS_MAX", 2)
     path = operators_path(tmp_path / "controller.sock")
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         streams = [await asyncio.open_unix_connection(path) for _ in range(2)]
-        await until(lambda: len(running.sidecar.operator_socket.peers) == 2)
+        await wait_until(lambda: len(running.sidecar.operator_socket.peers) == 2)
         reader, writer = await asyncio.open_unix_connection(path)
-        assert await soon(reader.read()) == b""
+        assert await with_timeout(reader.read()) == b""
         writer.close()
         for _, stream in streams:
             stream.close()
-        await until(lambda: not running.sidecar.operator_socket.peers)
-        assert await Called(running.operators).override("o1") is OK
+        await wait_until(lambda: not running.sidecar.operator_socket.peers)
+        assert await CallProbe(running.operators).override("o1") is OK
 
 
 async def test_one_who_sends_rubbish_or_nothing_disturbs_nobody(tmp_path: Path):
     path = operators_path(tmp_path / "controller.sock")
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         _, silent = await asyncio.open_unix_connection(path)
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(os.urandom(100_000))
-        await soon(reader.read())
-        assert await Called(running.operators).override("o1") is OK
+        await with_timeout(reader.read())
+        assert await CallProbe(running.operators).override("o1") is OK
         writer.close()
         silent.close()
-        await until(lambda: len(running.sidecar.operator_socket.peers) == 1)
+        await wait_until(lambda: len(running.sidecar.operator_socket.peers) == 1)
 
 
 async def test_watching_and_long_answers_pass_whole(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for number in range(60):
-            await set_(running, name=f"o{number}", scope=FLEET, gamma=1, reason="r" * 500)
-        answer = await soon(running.policy.QueryAudit(policy_pb2.QueryAuditRequest(limit=1000)))
+            await set_override(running, name=f"o{number}", scope=FLEET, gamma=1, reason="r" * 500)
+        answer = await with_timeout(
+            running.policy.QueryAudit(policy_pb2.QueryAuditRequest(limit=1000))
+        )
         assert len(answer.records) == 60
         assert len(answer.SerializeToString()) > 60_000
 
@@ -178,58 +180,58 @@ async def test_after_a_kill_the_sockets_left_behind_are_taken_over(tmp_path: Pat
         env=ENVIRONMENT,
         stderr=subprocess.DEVNULL,
     )
-    await until(operators_path(main).exists)
+    await wait_until(operators_path(main).exists)
     process.kill()
     await asyncio.to_thread(process.wait)
     assert operators_path(main).exists()
-    async with serving(tmp_path) as running:
-        assert await Called(running.operators).override("o1") is OK
+    async with running_sidecar(tmp_path) as running:
+        assert await CallProbe(running.operators).override("o1") is OK
         answer = running.inspection.ListEngines(service_pb2.ListEnginesRequest())
-        await soon(answer)
+        await with_timeout(answer)
         stub = policy_pb2_grpc.PolicyServiceStub(running.channel)
-        code, text = await failure(stub.SetOverride(asked("o2", off=True)))
+        code, text = await failure(stub.SetOverride(make_override_request("o2", off=True)))
         assert code is DENIED
         assert str(operators_path(main)) in text
 
 
 async def test_in_a_directory_of_its_own_it_is_found_by_a_link(tmp_path: Path):
     own = tmp_path / "o" / "controller-operators.sock"
-    beside = operators_path(tmp_path / "controller.sock")
+    link_path = operators_path(tmp_path / "controller.sock")
     own.parent.mkdir()
     # What sidecars that were killed have left behind: one had it elsewhere, the other one here.
     for left in (tmp_path / "g" / "controller-operators.sock", own):
-        beside.symlink_to(left)
+        link_path.symlink_to(left)
         if left == own:
             with socket.socket(socket.AF_UNIX) as dead:
                 dead.bind(str(own))
-        async with serving(tmp_path, operators_directory=own.parent) as running:
+        async with running_sidecar(tmp_path, operators_directory=own.parent) as running:
             assert stat.S_IMODE(own.lstat().st_mode) == 0o600
-            assert beside.readlink() == own
-            await set_(running, scope=FLEET, off=True)
+            assert link_path.readlink() == own
+            await set_override(running, scope=FLEET, off=True)
             with pytest.raises(SocketTakenError):
-                async with serving(tmp_path, operators_directory=own.parent):
+                async with running_sidecar(tmp_path, operators_directory=own.parent):
                     pass
-            assert not running.sidecar.operator_socket.lost
-            beside.unlink()
-            assert str(beside) in running.sidecar.operator_socket.lost
+            assert not running.sidecar.operator_socket.missing_files_reason
+            link_path.unlink()
+            assert str(link_path) in running.sidecar.operator_socket.missing_files_reason
         assert not own.exists()
-        assert not beside.is_symlink()
+        assert not link_path.is_symlink()
 
 
 async def test_a_file_where_the_link_would_be_refuses_the_start_and_stays(tmp_path: Path):
-    beside = operators_path(tmp_path / "controller.sock")
-    beside.write_text("mine")
+    link_path = operators_path(tmp_path / "controller.sock")
+    link_path.write_text("mine")
     with pytest.raises(SocketTakenError, match="is not a socket"):
-        async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+        async with running_sidecar(tmp_path, operators_directory=tmp_path / "operators"):
             pass
-    assert beside.read_text() == "mine"
+    assert link_path.read_text() == "mine"
 
 
 async def test_a_link_that_leads_to_itself_refuses_the_start_and_stays(tmp_path: Path):
     link = operators_path(tmp_path / "controller.sock")
     link.symlink_to(link)
     with pytest.raises(SocketTakenError, match="cannot be checked"):
-        async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+        async with running_sidecar(tmp_path, operators_directory=tmp_path / "operators"):
             pass
     assert link.is_symlink()
 
@@ -237,8 +239,8 @@ async def test_a_link_that_leads_to_itself_refuses_the_start_and_stays(tmp_path:
 def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
     own = tmp_path / "operators" / "controller-operators.sock"
     own.parent.mkdir()
-    beside = operators_path(tmp_path / "controller.sock")
-    beside.symlink_to(own)
+    link_path = operators_path(tmp_path / "controller.sock")
+    link_path.symlink_to(own)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o711)
@@ -252,7 +254,7 @@ def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
     if os.getuid() != 0:
         own.parent.chmod(0)
     done = subprocess.run(
-        [sys.executable, "-c", program, f"unix:{beside}"],
+        [sys.executable, "-c", program, f"unix:{link_path}"],
         env=ENVIRONMENT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     own.parent.chmod(0o700)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from controller.service.net.access import AccessFileError
-from controller.service.net.tcp import certificates
+from controller.service.net.tcp import server_credentials
 from tests.support.credentials import free_address, make_authority, openssl
 from tests.support.service_harness import PATIENCE_SECONDS
 
@@ -37,7 +37,7 @@ def address(files: list[Path]) -> Iterator[str]:
     """A server with these files."""
     server = grpc.server(ThreadPoolExecutor(1))
     address = free_address().replace("127.0.0.1", "localhost")
-    server.add_secure_port(address, certificates(*files))
+    server.add_secure_port(address, server_credentials(*files))
     server.start()
     yield address
     server.stop(0)
@@ -77,7 +77,7 @@ def test_files_that_do_not_fit_refuse_a_start_and_leave_a_server_as_it_was(
     }
     files[which].write_bytes(wrong[content])
     with pytest.raises(AccessFileError, match=r"TLS: .*sidecar\.pem, .*sidecar\.key"):
-        certificates(*files)
+        server_credentials(*files)
     assert connects(address, authority)
     files[which].write_bytes(good)
     assert connects(address, authority)
@@ -100,4 +100,4 @@ def test_a_pair_is_used_when_both_have_been_replaced(
 def test_a_missing_file_is_named(files: list[Path]):
     files[2].unlink()
     with pytest.raises(AccessFileError, match=r"ca\.pem: No such file"):
-        certificates(*files)
+        server_credentials(*files)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.service.net.unix_sockets import SocketTakenError, claimed, remove_own
+from controller.service.net.unix_sockets import SocketTakenError, claim_path, remove_same_file
 from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS
 
 
@@ -23,7 +23,7 @@ def test_a_free_path_is_bound_for_owner_and_group_only(tmp_path: Path):
     path = tmp_path / "new" / "s"
     before = os.umask(0)
     try:
-        with claimed(path), socket.socket(socket.AF_UNIX) as server:
+        with claim_path(path), socket.socket(socket.AF_UNIX) as server:
             server.bind(str(path))
             # From the first moment on, not only once the block is left.
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -37,7 +37,7 @@ def test_a_dead_ones_socket_is_removed(tmp_path: Path):
     path = tmp_path / "s"
     listen(path).close()
     assert path.exists()
-    with claimed(path), listen(path):
+    with claim_path(path), listen(path):
         pass
 
 
@@ -46,7 +46,7 @@ def test_a_living_ones_socket_is_left_alone(tmp_path: Path):
     with listen(path):
         with (
             pytest.raises(SocketTakenError, match=r"another sidecar is serving on .*/s"),
-            claimed(path),
+            claim_path(path),
         ):
             pass
         with socket.socket(socket.AF_UNIX) as client:
@@ -68,7 +68,7 @@ except SocketTakenError as error:
 
 def test_of_two_that_start_together_the_second_waits_and_sees_the_first(tmp_path: Path):
     path = tmp_path / "s"
-    with claimed(path):
+    with claim_path(path):
         second = subprocess.Popen(
             [sys.executable, "-c", SECOND, str(path)],
             env=ENVIRONMENT,
@@ -95,7 +95,7 @@ def test_a_busy_ones_socket_is_left_alone(tmp_path: Path):
             client.setblocking(False)
             waiting.append(client)
             client.connect_ex(str(path))
-        with pytest.raises(SocketTakenError, match="another sidecar"), claimed(path):
+        with pytest.raises(SocketTakenError, match="another sidecar"), claim_path(path):
             pass
     for client in waiting:
         client.close()
@@ -104,19 +104,22 @@ def test_a_busy_ones_socket_is_left_alone(tmp_path: Path):
 def test_what_is_no_socket_is_left_alone(tmp_path: Path):
     path = tmp_path / "s"
     path.write_text("precious")
-    with pytest.raises(SocketTakenError, match="is not a socket"), claimed(path):
+    with pytest.raises(SocketTakenError, match="is not a socket"), claim_path(path):
         pass
     assert path.read_text() == "precious"
 
 
 def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path):
-    with pytest.raises(SocketTakenError, match="107 bytes"), claimed(tmp_path / ("x" * 100)):
+    with pytest.raises(SocketTakenError, match="107 bytes"), claim_path(tmp_path / ("x" * 100)):
         pass
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SocketTakenError, match="cannot be used"), claimed(tmp_path / "file" / "s"):
+    with (
+        pytest.raises(SocketTakenError, match="cannot be used"),
+        claim_path(tmp_path / "file" / "s"),
+    ):
         pass
 
 
@@ -124,8 +127,8 @@ def test_only_the_own_socket_is_removed_in_the_end(tmp_path: Path):
     path = tmp_path / "s"
     with listen(path):
         inode = path.stat().st_ino
-        remove_own(path, inode + 1)
+        remove_same_file(path, inode + 1)
         assert path.exists()
-        remove_own(path, inode)
+        remove_same_file(path, inode)
         assert not path.exists()
-        remove_own(path, inode)
+        remove_same_file(path, inode)

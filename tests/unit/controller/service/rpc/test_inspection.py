@@ -11,17 +11,17 @@ from tests.support.service_harness import (
     failure,
     make_profile,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 
 async def test_engines_are_listed_with_what_they_said(tmp_path: Path):
     clock = VirtualClock()
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         assert not (
-            await soon(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
+            await with_timeout(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
         ).engines
         stream = SteerClient(running, await running.introduce("b"))
         await running.introduce("a")
@@ -29,7 +29,9 @@ async def test_engines_are_listed_with_what_they_said(tmp_path: Path):
         await stream.send(report_message(1), last, report_message(2), dropped=5)
         await stream.rejections()
         clock.advance(1.5)
-        answer = await soon(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
+        answer = await with_timeout(
+            running.inspection.ListEngines(service_pb2.ListEnginesRequest())
+        )
     a, b = answer.engines
     sent = engine_message("a")
     # What was not said is filled in.
@@ -46,13 +48,13 @@ async def test_engines_are_listed_with_what_they_said(tmp_path: Path):
 
 
 async def test_explain_gives_every_choice_with_its_numbers(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         running.sidecar.profiles.add(make_profile())
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1))
         await stream.plan()
-        core = running.sidecar.registry.by_engine("engine-0").core
-        await until(lambda: core.decision.reports == 1)
+        core = running.sidecar.registry.find_by_engine("engine-0").core
+        await wait_until(lambda: core.decision.report_count == 1)
         answer = await running.explain(8)
     assert (answer.engine_id, answer.batch_size) == ("engine-0", 8)
     assert [arm.gamma for arm in answer.arms] == [0, 1, 2, 3]
@@ -63,7 +65,7 @@ async def test_explain_gives_every_choice_with_its_numbers(tmp_path: Path):
 
 
 async def test_explain_without_a_batch_size_takes_that_of_the_last_report(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1), report_message(1))
         await stream.rejections()
@@ -80,9 +82,9 @@ async def test_explain_without_a_batch_size_takes_that_of_the_last_report(tmp_pa
 async def test_a_question_without_an_answer_is_refused(
     tmp_path: Path, engine_id: str, batch_size: int, code: grpc.StatusCode, text: str
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         request = service_pb2.ExplainRequest(engine_id=engine_id, batch_size=batch_size)
-        found, message = await failure(running.inspection.Explain(request))
-    assert found is code
+        status_code, message = await failure(running.inspection.Explain(request))
+    assert status_code is code
     assert text in message

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from controller.client.paging import every_page_aio
+from controller.client.paging import collect_pages_async
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.service.rpc import store_messages
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor
 from speculation.v1 import policy_pb2, service_pb2
-from tests.support.error_details import failed
-from tests.support.override_calls import FLEET, listed, set_
-from tests.support.service_harness import make_profile, serving, soon
+from tests.support.error_details import failure_details
+from tests.support.override_calls import FLEET, list_overrides, set_override
+from tests.support.service_harness import make_profile, running_sidecar, with_timeout
 
 NAMES = [f"o{number}" for number in range(5)]
 
@@ -25,7 +25,7 @@ def clearing(name: str, **fields: Any) -> policy_pb2.ClearOverrideRequest:
 
 
 def getting(running, name: str) -> Awaitable[policy_pb2.GetOverrideResponse]:
-    return soon(running.policy.GetOverride(policy_pb2.GetOverrideRequest(override_id=name)))
+    return with_timeout(running.policy.GetOverride(policy_pb2.GetOverrideRequest(override_id=name)))
 
 
 def policy_file(directory: Path) -> Path:
@@ -35,25 +35,25 @@ def policy_file(directory: Path) -> Path:
 
 
 async def test_an_override_is_got_by_its_id(tmp_path: Path):
-    async with serving(tmp_path, policy=policy_file(tmp_path)) as running:
-        set_one = (await set_(running, scope=FLEET, gamma=1)).held
+    async with running_sidecar(tmp_path, policy=policy_file(tmp_path)) as running:
+        set_one = (await set_override(running, scope=FLEET, gamma=1)).held
         held = (await getting(running, "o1")).held
         assert held.remaining_seconds <= set_one.remaining_seconds
         held.remaining_seconds = set_one.remaining_seconds
         assert held == set_one
         assert (await getting(running, "policy:p")).held.origin.endswith("policy.yaml")
         for name in ("o2", "", "x" * 10_000):
-            assert (await failed(getting(running, name))).reason == "OVERRIDE_NOT_FOUND"
+            assert (await failure_details(getting(running, name))).reason == "OVERRIDE_NOT_FOUND"
 
 
 async def test_pages_of_overrides_add_up(tmp_path: Path):
-    async with serving(tmp_path, policy=policy_file(tmp_path)) as running:
+    async with running_sidecar(tmp_path, policy=policy_file(tmp_path)) as running:
         for name in reversed(NAMES):
-            await set_(running, name=name, scope=FLEET, gamma=1)
+            await set_override(running, name=name, scope=FLEET, gamma=1)
 
         def page(size: int) -> Callable[[str], Awaitable[policy_pb2.ListOverridesResponse]]:
             kind = policy_pb2.ListOverridesRequest
-            return lambda token: soon(
+            return lambda token: with_timeout(
                 running.policy.ListOverrides(kind(page_size=size, page_token=token))
             )
 
@@ -68,20 +68,20 @@ async def test_pages_of_overrides_add_up(tmp_path: Path):
         assert first.store.ok
         assert second.policy.ok
         for size in (0, 1, 4):
-            found = await every_page_aio(page(size), "overrides")
-            assert names(found) == [*NAMES, "policy:p"]
-            assert not found.next_page_token
+            listing = await collect_pages_async(page(size), "overrides")
+            assert names(listing) == [*NAMES, "policy:p"]
+            assert not listing.next_page_token
 
 
 async def test_a_client_without_pages_sees_as_many_overrides_as_there_can_be(tmp_path: Path):
     """Older clients send no page size and read no token."""
     worst = "\N{GRINNING FACE}"
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for number in range(LIVE_ENTRIES_MAX):
-            await running.sidecar.override_registry.set(
+            await running.sidecar.override_registry.set_override(
                 *largest(f"{number:03}".ljust(128, "x"), worst)
             )
-        answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+        answer = await with_timeout(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
         assert len(answer.overrides) == LIVE_ENTRIES_MAX
         assert not answer.next_page_token
 
@@ -97,44 +97,46 @@ def largest(name: str, character: str) -> tuple[Any, ...]:
 
 async def test_pages_of_profiles_add_up_and_the_newest_comes_first(tmp_path: Path):
     days = [f"2020-01-0{day}" for day in range(1, 6)]
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for day in (days[3], days[0], days[4], days[1], days[2]):
             text = make_profile(f"model of {day}", measured_at=day).to_json()
-            await soon(
+            await with_timeout(
                 running.profiling.PushProfile(service_pb2.PushProfileRequest(profile_json=text))
             )
 
         def page(size: int) -> Callable[[str], Awaitable[service_pb2.ListProfilesResponse]]:
             kind = service_pb2.ListProfilesRequest
-            return lambda token: soon(
+            return lambda token: with_timeout(
                 running.profiling.ListProfiles(kind(page_size=size, page_token=token))
             )
 
         for size in (0, 1, 2, 5):
-            found = await every_page_aio(page(size), "profiles")
-            assert [row.measured_at for row in found.profiles] == days[::-1]
+            listing = await collect_pages_async(page(size), "profiles")
+            assert [row.measured_at for row in listing.profiles] == days[::-1]
         first = await page(2)("")
         # What is pushed meanwhile moves nothing that is still to come.
         text = make_profile("model of 2020-01-01", measured_at="2020-02-01").to_json()
-        await soon(running.profiling.PushProfile(service_pb2.PushProfileRequest(profile_json=text)))
+        await with_timeout(
+            running.profiling.PushProfile(service_pb2.PushProfileRequest(profile_json=text))
+        )
         second = await page(2)(first.next_page_token)
         assert [row.measured_at for row in second.profiles] == [days[2], days[1]]
 
 
 async def test_pages_of_the_audit_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in NAMES:
-            await set_(running, name=name, scope=FLEET, gamma=1)
+            await set_override(running, name=name, scope=FLEET, gamma=1)
 
         def page(limit: int) -> Callable[[str], Awaitable[policy_pb2.QueryAuditResponse]]:
             kind = policy_pb2.QueryAuditRequest
-            return lambda token: soon(
+            return lambda token: with_timeout(
                 running.policy.QueryAudit(kind(limit=limit, page_token=token))
             )
 
         async def names(limit: int) -> list[str]:
-            found = await every_page_aio(page(limit), "records")
-            return [record.override_id for record in found.records]
+            listing = await collect_pages_async(page(limit), "records")
+            return [record.override_id for record in listing.records]
 
         for limit in (0, 1, 2, 5):
             assert await names(limit) == NAMES[::-1]
@@ -144,23 +146,27 @@ async def test_pages_of_the_audit_add_up(tmp_path: Path, monkeypatch: pytest.Mon
         assert len((await page(5)("")).records) == 1
         assert await names(5) == NAMES[::-1]
         both = policy_pb2.QueryAuditRequest(page_token="5", before_sequence="4")
-        assert (await failed(running.policy.QueryAudit(both))).field == "page_token"
+        assert (await failure_details(running.policy.QueryAudit(both))).field == "page_token"
 
 
 async def test_clearing_what_is_gone_is_no_error_if_the_caller_says_so(tmp_path: Path):
-    async with serving(tmp_path, policy=policy_file(tmp_path)) as running:
-        await set_(running, scope=FLEET, gamma=1)
+    async with running_sidecar(tmp_path, policy=policy_file(tmp_path)) as running:
+        await set_override(running, scope=FLEET, gamma=1)
         request = clearing("o1", allow_missing=True)
-        assert not (await soon(running.policy.ClearOverride(request))).missing
-        answer = await soon(running.policy.ClearOverride(request))
+        assert not (await with_timeout(running.policy.ClearOverride(request))).missing
+        answer = await with_timeout(running.policy.ClearOverride(request))
         assert answer.missing
         assert not answer.effects
         # Everything else is refused as before.
-        await set_(running, name="o2", scope=FLEET, gamma=1)
+        await set_override(running, name="o2", scope=FLEET, gamma=1)
         changed = clearing("o2", allow_missing=True, etag="1-x")
-        assert (await failed(running.policy.ClearOverride(changed))).reason == "OVERRIDE_CHANGED"
+        assert (
+            await failure_details(running.policy.ClearOverride(changed))
+        ).reason == "OVERRIDE_CHANGED"
         policy = clearing("policy:p", allow_missing=True)
-        assert (await failed(running.policy.ClearOverride(policy))).reason == "OVERRIDE_NOT_FOUND"
+        assert (
+            await failure_details(running.policy.ClearOverride(policy))
+        ).reason == "OVERRIDE_NOT_FOUND"
         nobody = policy_pb2.ClearOverrideRequest(override_id="o9", allow_missing=True)
-        assert (await failed(running.policy.ClearOverride(nobody))).field == "author"
-        assert set(await listed(running)) == {"o2", "policy:p"}
+        assert (await failure_details(running.policy.ClearOverride(nobody))).field == "author"
+        assert set(await list_overrides(running)) == {"o2", "policy:p"}

@@ -8,21 +8,21 @@ import pytest
 from controller.cli.explain import paragraph_text
 from controller.cli.explain_numbers import print_numbers
 from controller.cli.output import Output
-from controller.cli.top import _SIDECAR, _print
+from controller.cli.top import _SIDECAR, _print_answer
 from controller.doctor.sidecar import ask, check_engines
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 from tests.support.service_harness import (
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     failure,
-    measured_of,
     report_message,
+    running_sidecar,
     secret_of,
-    serving,
-    soon,
-    until,
+    session_metrics,
+    wait_until,
+    with_timeout,
 )
 
 GAMMAS = (0, 1, 2, 3)
@@ -42,14 +42,16 @@ def two_drafters(*lost: engine_pb2.LostCapability) -> engine_pb2.EngineSpec:
     return message
 
 
-async def introduced(running: Running, *lost: engine_pb2.LostCapability) -> Any:
+async def introduced(running: RunningSidecar, *lost: engine_pb2.LostCapability) -> Any:
     engine = two_drafters(*lost)
     request = service_pb2.IntroduceRequest(engine=engine, engine_secret=secret_of(engine.engine_id))
-    return await soon(running.speculation.Introduce(request))
+    return await with_timeout(running.speculation.Introduce(request))
 
 
 async def tell(stream: SteerClient, *lost: engine_pb2.LostCapability) -> None:
-    await soon(stream.call.write(service_pb2.SteerRequest(session_id=stream.session_id, lost=lost)))
+    await with_timeout(
+        stream.call.write(service_pb2.SteerRequest(session_id=stream.session_id, lost=lost))
+    )
 
 
 def drafts(plan: plan_pb2.Plan) -> set[str]:
@@ -59,7 +61,7 @@ def drafts(plan: plan_pb2.Plan) -> set[str]:
 
 
 async def test_the_next_plan_does_without_it(tmp_path):
-    async with serving(tmp_path, planner={"lease_seconds": 0.2}) as running:
+    async with running_sidecar(tmp_path, planner={"lease_seconds": 0.2}) as running:
         opened = await introduced(running)
         stream = SteerClient(running, opened.session_id)
         # Blocks are accepted whole, chains never.
@@ -69,8 +71,8 @@ async def test_the_next_plan_does_without_it(tmp_path):
         while "dflash" not in drafts(await stream.plan()):
             pass
         await tell(stream, DFLASH)
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.spec.lost)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.spec.lost)
         epoch = session.plan.epoch
         later = [await stream.plan() for _ in range(20)]
         assert later[-1].epoch > epoch
@@ -79,52 +81,52 @@ async def test_the_next_plan_does_without_it(tmp_path):
 
 
 async def test_everything_that_people_look_at_names_it_with_its_reason(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         opened = await introduced(running)
         stream = SteerClient(running, opened.session_id)
         await tell(stream, DFLASH, DFLASH)
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.spec.lost)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.spec.lost)
         await stream.send(report_message(1))
-        await until(lambda: session.last_report)
+        await wait_until(lambda: session.last_report)
         explained = await running.explain()
         assert list(explained.lost) == [DFLASH]
         assert {arm.drafter for arm in explained.arms if arm.lost} == {"dflash"}
         assert list((await running.status()).engine.lost) == [DFLASH]
-        overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
+        overview = await with_timeout(running.inspection.Overview(service_pb2.OverviewRequest()))
         [line] = overview.engines[0].lost
         assert line.startswith("drafter dflash lost since 2020-09-1")
         assert line.endswith(": MemoryError: no room")
-        metrics = measured_of(session)
+        metrics = session_metrics(session)
         assert metrics["speculation_lost_capability", "drafter dflash"] == 1
 
 
 async def test_the_commands_print_it(tmp_path, capsys):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await introduced(running, DFLASH)
         answer = await running.explain()
         print_numbers(answer, wide=False)
         for explained in (capsys.readouterr().out, paragraph_text(answer)):
             assert "drafter dflash lost since 2020-09-1" in explained
             assert "MemoryError: no room" in explained
-        overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
-        _print(_SIDECAR, overview, Output.TABLE)
+        overview = await with_timeout(running.inspection.Overview(service_pb2.OverviewRequest()))
+        _print_answer(_SIDECAR, overview, Output.TABLE)
         assert "engine-0: drafter dflash lost since 2020-09-1" in capsys.readouterr().out
         findings = check_engines(await ask(running.operators, ()), "unix:/somewhere", "")
-        (found,) = [finding for finding in findings if "lost since" in finding.found]
-        assert found.found.endswith("MemoryError: no room")
-        assert found.fix
+        (lost_finding,) = [finding for finding in findings if "lost since" in finding.state]
+        assert lost_finding.state.endswith("MemoryError: no room")
+        assert lost_finding.fix
 
 
 async def test_an_introduction_may_name_losses(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         opened = await introduced(running, DFLASH, DFLASH)
         assert "dflash" not in drafts(opened.plan)
         assert list((await running.explain()).lost) == [DFLASH]
 
 
 async def test_a_restarted_engine_has_its_drafter_again(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await introduced(running, DFLASH)
         await introduced(running)
         assert not (await running.explain()).lost
@@ -144,7 +146,7 @@ async def test_a_restarted_engine_has_its_drafter_again(tmp_path):
 )
 async def test_a_loss_that_cannot_be_is_refused_and_the_stream_goes_on(tmp_path, loss, words):
     message = engine_pb2.LostCapability(**loss)
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         code, text = await failure(introduced(running, message))
         assert code is INVALID
         assert words in text
@@ -155,52 +157,52 @@ async def test_a_loss_that_cannot_be_is_refused_and_the_stream_goes_on(tmp_path,
         assert (rejection.step, rejection.code) == (0, INVALID.value[0])
         assert words in rejection.message
         await tell(stream, DFLASH)
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.spec.lost)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.spec.lost)
 
 
 async def test_what_a_newer_engine_loses_is_passed_over(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         opened = await introduced(running, engine_pb2.LostCapability(capability=99))  # type: ignore[arg-type]
         assert opened.plan.rows
         assert not (await running.explain()).lost
 
 
 async def test_a_reason_is_cut_and_made_printable(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         loss = engine_pb2.LostCapability(capability=2, reason="a\x1b[2J\n" * 400)  # type: ignore[arg-type]
         await introduced(running, loss)
-        [found] = (await running.explain()).lost
-        assert len(found.reason) == 512
-        assert found.reason.isprintable()
+        [lost_entry] = (await running.explain()).lost
+        assert len(lost_entry.reason) == 512
+        assert lost_entry.reason.isprintable()
 
 
 async def test_a_time_in_the_future_becomes_now(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         loss = engine_pb2.LostCapability(capability=2, lost_at_unix_seconds=9e12)  # type: ignore[arg-type]
         await introduced(running, loss)
-        [found] = (await running.explain()).lost
-        assert found.lost_at_unix_seconds < 9e12
+        [lost_entry] = (await running.explain()).lost
+        assert lost_entry.lost_at_unix_seconds < 9e12
 
 
 async def test_too_many_losses_are_refused(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         code, text = await failure(introduced(running, *[DFLASH] * 300))
         assert code is INVALID
         assert "300 lost capabilities are reported" in text
 
 
 async def test_a_measurement_of_what_gets_lost_ends_with_the_reason(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         opened = await introduced(running)
         stream = SteerClient(running, opened.session_id)
         measuring = running.profiling.Measure()
-        await soon(
+        await with_timeout(
             measuring.write(
                 service_pb2.MeasureRequest(engine_id="engine-0", drafter="dflash", gamma=3)
             )
         )
-        await soon(measuring.read())
+        await with_timeout(measuring.read())
         await tell(stream, DFLASH)
         code, text = await failure(measuring.read())
         assert code is INVALID
@@ -209,7 +211,7 @@ async def test_a_measurement_of_what_gets_lost_ends_with_the_reason(tmp_path):
 
 
 async def test_a_pin_to_a_lost_drafter_says_that_it_is_lost(tmp_path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await introduced(running, DFLASH)
         override = policy_pb2.Override(
             override_id="pin",
@@ -219,7 +221,7 @@ async def test_a_pin_to_a_lost_drafter_says_that_it_is_lost(tmp_path):
             reason="because",
         )
         request = policy_pb2.SetOverrideRequest(override=override)
-        answer = await soon(running.policy.SetOverride(request))
+        answer = await with_timeout(running.policy.SetOverride(request))
         assert answer.effects[0].stuck
         assert answer.effects[0].unable == "it has lost drafter dflash: MemoryError: no room"
         detail = (await running.status()).plan.reason_detail

@@ -13,10 +13,10 @@ from tests.support.service_harness import (
     engine_message,
     failure,
     report_message,
+    running_sidecar,
     secret_of,
-    serving,
-    soon,
-    until,
+    wait_until,
+    with_timeout,
 )
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -27,9 +27,9 @@ def introduction(engine: engine_pb2.EngineSpec) -> service_pb2.IntroduceRequest:
 
 
 async def test_plans_carry_a_number_of_their_session_and_not_its_id(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         first, second = [
-            await soon(running.speculation.Introduce(introduction(engine_message(name))))
+            await with_timeout(running.speculation.Introduce(introduction(engine_message(name))))
             for name in ("engine-1", "engine-2")
         ]
         stream = SteerClient(running, first.session_id)
@@ -49,20 +49,20 @@ def test_session_tags_differ_and_are_never_zero():
 async def test_a_plan_of_another_session_is_not_believed_to_be_one_of_this(
     tmp_path: Path, unary: bool
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = introduction(engine_message())
-        opened = await soon(running.speculation.Introduce(request))
-        session = running.sidecar.registry.by_engine("engine-0")
+        opened = await with_timeout(running.speculation.Introduce(request))
+        session = running.sidecar.registry.find_by_engine("engine-0")
         stream = SteerClient(running, opened.session_id)
         seen = []
-        for step, of in enumerate((0, opened.plan.session, opened.plan.session ^ 1), 1):
-            report = report_message(step, plan_epoch=4, probe_id=8, plan_session=of)
+        for step, plan_session in enumerate((0, opened.plan.session, opened.plan.session ^ 1), 1):
+            report = report_message(step, plan_epoch=4, probe_id=8, plan_session=plan_session)
             if unary:
                 asked = service_pb2.DecideRequest(session_id=opened.session_id, report=report)
-                await soon(running.speculation.Decide(asked))
+                await with_timeout(running.speculation.Decide(asked))
             else:
                 await stream.send(report)
-                await until(lambda step=step: session.newest_step == step)
+                await wait_until(lambda step=step: session.newest_step == step)
             assert session.last_report is not None
             seen.append((session.last_report.plan_epoch, session.last_report.probe_id))
     assert seen[:2] == [(4, 8), (4, 8)]
@@ -80,10 +80,10 @@ def of_a_later_version() -> engine_pb2.EngineSpec:
 
 
 async def test_a_drafter_of_a_kind_that_is_not_known_is_left_out_with_its_losses(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = introduction(of_a_later_version())
-        opened = await soon(running.speculation.Introduce(request))
-        session = running.sidecar.registry.by_engine("engine-0")
+        opened = await with_timeout(running.speculation.Introduce(request))
+        session = running.sidecar.registry.find_by_engine("engine-0")
         assert [drafter.name for drafter in session.spec.drafters] == ["mtp"]
         assert [loss.drafter for loss in session.spec.lost] == [""]
         loss = engine_pb2.LostCapability(
@@ -91,7 +91,7 @@ async def test_a_drafter_of_a_kind_that_is_not_known_is_left_out_with_its_losses
         )
         stream = SteerClient(running, opened.session_id)
         reports = [report_message(1), report_message(2, drafter="oracle")]
-        await soon(stream.call.write(service_pb2.SteerRequest(
+        await with_timeout(stream.call.write(service_pb2.SteerRequest(
             session_id=opened.session_id, reports=reports, lost=[loss]
         )))  # fmt: skip
         (rejection,) = await stream.rejections()
@@ -107,12 +107,12 @@ async def test_a_mixture_of_a_drafter_that_is_not_known_is_left_out_with_it(
     kind = engine_pb2.DRAFTER_KIND_MIXTURE
     engine.drafters.add(name="mixed", kind=kind, gammas=[1, 2], mixture=mixture)
     engine.lost.add(capability=engine_pb2.CAPABILITY_DRAFTER, drafter="mixed", reason="gone")
-    async with serving(tmp_path) as running:
-        await soon(running.speculation.Introduce(introduction(engine)))
-        session = running.sidecar.registry.by_engine("engine-0")
+    async with running_sidecar(tmp_path) as running:
+        await with_timeout(running.speculation.Introduce(introduction(engine)))
+        session = running.sidecar.registry.find_by_engine("engine-0")
         assert [drafter.name for drafter in session.spec.drafters] == ["mtp"]
         assert [loss.drafter for loss in session.spec.lost] == [""]
-        assert session.left_out == {"oracle", "mixed"}
+        assert session.unknown_drafters == {"oracle", "mixed"}
 
 
 async def test_an_engine_whose_learner_is_not_known_learns_nothing(tmp_path: Path):
@@ -120,10 +120,10 @@ async def test_an_engine_whose_learner_is_not_known_learns_nothing(tmp_path: Pat
     able = engine.capabilities
     able.can_update_online = able.can_collect = able.can_take_versions = True
     able.can_sleep, able.learner = True, "oracle"
-    async with serving(tmp_path) as running:
-        await soon(running.speculation.Introduce(introduction(engine)))
-        found = running.sidecar.registry.by_engine("engine-0").spec.capabilities
-    assert found == Capabilities(can_sleep=True)
+    async with running_sidecar(tmp_path) as running:
+        await with_timeout(running.speculation.Introduce(introduction(engine)))
+        capabilities = running.sidecar.registry.find_by_engine("engine-0").spec.capabilities
+    assert capabilities == Capabilities(can_sleep=True)
 
 
 async def test_a_nameless_drafter_that_is_not_known_takes_nothing_else_away(tmp_path: Path):
@@ -131,23 +131,23 @@ async def test_a_nameless_drafter_that_is_not_known_takes_nothing_else_away(tmp_
     engine.drafters.add(kind=77)
     engine.capabilities.can_update_online = True
     engine.lost.add(capability=engine_pb2.CAPABILITY_SLEEP, reason="gone")
-    async with serving(tmp_path) as running:
-        await soon(running.speculation.Introduce(introduction(engine)))
-        spec = running.sidecar.registry.by_engine("engine-0").spec
+    async with running_sidecar(tmp_path) as running:
+        await with_timeout(running.speculation.Introduce(introduction(engine)))
+        spec = running.sidecar.registry.find_by_engine("engine-0").spec
     assert [drafter.name for drafter in spec.drafters] == ["mtp"]
     assert (spec.capabilities.can_update_online, len(spec.lost)) == (True, 1)
 
 
 async def test_evidence_about_a_drafter_that_is_not_known_is_ignored(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = introduction(of_a_later_version())
-        opened = await soon(running.speculation.Introduce(request))
-        session = running.sidecar.registry.by_engine("engine-0")
+        opened = await with_timeout(running.speculation.Introduce(request))
+        session = running.sidecar.registry.find_by_engine("engine-0")
         report = report_message(1)
         for name in ("oracle", "mtp"):
             report.proposals.add(drafter=name, accepted_counts=[1, 1])
         await SteerClient(running, opened.session_id).send(report)
-        await until(lambda: session.newest_step == 1)
+        await wait_until(lambda: session.newest_step == 1)
         assert session.last_report is not None
         assert [part.drafter for part in session.last_report.proposals] == ["mtp"]
 
@@ -155,7 +155,7 @@ async def test_evidence_about_a_drafter_that_is_not_known_is_ignored(tmp_path: P
 async def test_a_first_drafter_that_is_not_known_is_refused(tmp_path: Path):
     engine = engine_message()
     engine.drafters[0].kind = 77  # type: ignore[assignment]
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         code, message = await failure(running.speculation.Introduce(introduction(engine)))
     assert code is INVALID
     assert "kind 77 is unspecified or unknown" in message

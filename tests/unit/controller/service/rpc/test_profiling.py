@@ -10,16 +10,16 @@ from controller.core.cost.profile import Profile
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 from tests.support.service_harness import (
     ENVIRONMENT,
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     failure,
     make_profile,
-    next_of,
+    read_next,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
@@ -29,15 +29,15 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 class MeasureClient:
     """One Measure stream, as `controller profile` has it."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: RunningSidecar) -> None:
         self.call = running.profiling.Measure()
 
     async def ask(self, gamma: int, engine_id: str = "", drafter: str = "mtp") -> None:
         request = service_pb2.MeasureRequest(engine_id=engine_id, drafter=drafter, gamma=gamma)
-        await soon(self.call.write(request))
+        await with_timeout(self.call.write(request))
 
     async def read(self) -> service_pb2.MeasureResponse:
-        return await next_of(self.call)
+        return await read_next(self.call)
 
     async def failure(self) -> tuple[grpc.StatusCode, str]:
         async def read_on() -> None:
@@ -55,7 +55,7 @@ async def plan_at(stream: SteerClient, epoch: int) -> plan_pb2.Plan:
 
 
 async def test_a_measurement_forces_every_batch_and_forwards_the_reports(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         engine = SteerClient(running, await running.introduce())
         await engine.send()
         measuring = MeasureClient(running)
@@ -81,15 +81,15 @@ async def test_a_measurement_forces_every_batch_and_forwards_the_reports(tmp_pat
         plan = await plan_at(engine, answer.forced_epoch)
         assert {row.gamma for row in plan.rows} == {0}
 
-        await soon(measuring.call.done_writing())
-        assert await soon(measuring.call.read()) is grpc.aio.EOF
-        assert await soon(measuring.call.code()) is grpc.StatusCode.OK
+        await with_timeout(measuring.call.done_writing())
+        assert await with_timeout(measuring.call.read()) is grpc.aio.EOF
+        assert await with_timeout(measuring.call.code()) is grpc.StatusCode.OK
         plan = await plan_at(engine, answer.forced_epoch + 1)
         assert plan_pb2.REASON_PROFILING not in {row.reason for row in plan.rows}
 
 
 async def test_one_measurement_at_a_time_on_an_engine(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in ("a", "b"):
             await running.introduce(name)
         first, second, other = (MeasureClient(running) for _ in range(3))
@@ -119,19 +119,19 @@ async def test_one_measurement_at_a_time_on_an_engine(tmp_path: Path):
 async def test_a_measurement_of_what_cannot_be_is_refused(
     tmp_path: Path, engine_id: str, drafter: str, gamma: int, code: grpc.StatusCode, text: str
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         measuring = MeasureClient(running)
         await measuring.ask(gamma, engine_id, drafter)
-        found, message = await measuring.failure()
+        status_code, message = await measuring.failure()
         status = await running.status()
-    assert found is code
+    assert status_code is code
     assert text in message
     assert status.plan.reason != plan_pb2.REASON_PROFILING
 
 
 async def test_a_stream_measures_one_engine(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in ("a", "b"):
             await running.introduce(name)
         measuring = MeasureClient(running)
@@ -144,14 +144,14 @@ async def test_a_stream_measures_one_engine(tmp_path: Path):
 
 
 async def test_planning_goes_on_when_the_client_hangs_up(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         measuring = MeasureClient(running)
         await measuring.ask(1, "engine-0")
         await measuring.read()
         measuring.call.cancel()
-        await until(lambda: session.measurement is None)
+        await wait_until(lambda: session.measurement is None)
         assert (await running.status()).plan.reason != plan_pb2.REASON_PROFILING
 
 
@@ -168,24 +168,24 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 
 
 async def test_planning_goes_on_when_the_client_is_killed(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         command = [sys.executable, "-c", CLIENT, f"unix:{tmp_path}/controller-operators.sock"]
         client = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, env=ENVIRONMENT
         )
         assert client.stdout is not None
-        await soon(client.stdout.readline())
+        await with_timeout(client.stdout.readline())
         assert session.measurement is not None
         client.kill()
-        await until(lambda: session.measurement is None)
+        await wait_until(lambda: session.measurement is None)
         await client.communicate()
         assert (await running.status()).plan.reason != plan_pb2.REASON_PROFILING
 
 
 async def test_a_measurement_ends_with_its_engine(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         measuring = MeasureClient(running)
         await measuring.ask(1, "engine-0")
@@ -197,7 +197,7 @@ async def test_a_measurement_ends_with_its_engine(tmp_path: Path):
         assert (await running.status()).plan.reason != plan_pb2.REASON_PROFILING
 
 
-def install(running: Running, profile: Profile | str) -> "asyncio.Future[object]":
+def install(running: RunningSidecar, profile: Profile | str) -> "asyncio.Future[object]":
     text = profile if isinstance(profile, str) else profile.to_json()
     request = service_pb2.InstallProfileRequest(profile_json=text)
     return asyncio.ensure_future(running.profiling.InstallProfile(request))
@@ -206,10 +206,10 @@ def install(running: Running, profile: Profile | str) -> "asyncio.Future[object]
 async def test_an_installed_profile_is_used_at_once_kept_and_found_again(tmp_path: Path):
     kept = tmp_path / "profiles"
     profile = make_profile()
-    async with serving(tmp_path, profile_directory=kept) as running:
+    async with running_sidecar(tmp_path, profile_directory=kept) as running:
         await running.introduce("a")
         await running.introduce("b", target_model="another")
-        answer = await soon(install(running, profile))
+        answer = await with_timeout(install(running, profile))
         assert answer == service_pb2.InstallProfileResponse(
             profile_id=profile.profile_id, engine_ids=["a"]
         )
@@ -220,19 +220,19 @@ async def test_an_installed_profile_is_used_at_once_kept_and_found_again(tmp_pat
         assert (await running.status("c")).profile_id == profile.profile_id
     (file,) = kept.iterdir()
     assert Profile.from_json(file.read_text()) == profile
-    async with serving(tmp_path, profile_directory=kept) as running:
+    async with running_sidecar(tmp_path, profile_directory=kept) as running:
         await running.introduce("a")
         assert (await running.status("a")).profile_id == profile.profile_id
 
 
 async def test_the_plan_leaves_the_prior_behind_once_a_profile_is_there(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         engine = SteerClient(running, await running.introduce())
         await engine.send()
         assert (await engine.plan()).reason == plan_pb2.REASON_PROFILE_MISSING
-        await soon(install(running, make_profile()))
+        await with_timeout(install(running, make_profile()))
         request = service_pb2.ExplainRequest(engine_id="engine-0", batch_size=4)
-        answer = await soon(running.inspection.Explain(request))
+        answer = await with_timeout(running.inspection.Explain(request))
         assert answer.profile_id == make_profile().profile_id
 
 
@@ -248,17 +248,17 @@ async def test_a_profile_that_does_not_fit_is_refused_and_not_kept(
     tmp_path: Path, profile: Profile | str, code: grpc.StatusCode, text: str
 ):
     kept = tmp_path / "profiles"
-    async with serving(tmp_path, profile_directory=kept) as running:
+    async with running_sidecar(tmp_path, profile_directory=kept) as running:
         await running.introduce()
-        found, message = await failure(install(running, profile))
-        assert found is code
+        status_code, message = await failure(install(running, profile))
+        assert status_code is code
         assert text in message
         assert not kept.exists()
         assert (await running.status()).profile_id == ""
 
 
 async def test_a_profile_without_any_engine_is_refused(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         code, message = await failure(install(running, make_profile()))
     assert code is PRECONDITION
     assert "none has introduced itself yet" in message
@@ -266,7 +266,9 @@ async def test_a_profile_without_any_engine_is_refused(tmp_path: Path):
 
 async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):
     (tmp_path / "profiles").write_text("a file where the directory should be")
-    async with serving(tmp_path, profile_directory=tmp_path / "profiles" / "below") as running:
+    async with running_sidecar(
+        tmp_path, profile_directory=tmp_path / "profiles" / "below"
+    ) as running:
         await running.introduce()
         code, message = await failure(install(running, make_profile()))
         assert code is grpc.StatusCode.INTERNAL
@@ -277,11 +279,11 @@ async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):
 
 
 async def test_a_measured_engine_stays_forced_while_a_profile_is_installed(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = service_pb2.IntroduceRequest(engine=engine_message())
-        await soon(running.speculation.Introduce(request))
+        await with_timeout(running.speculation.Introduce(request))
         measuring = MeasureClient(running)
         await measuring.ask(1, "engine-0")
         await measuring.read()
-        await soon(install(running, make_profile()))
+        await with_timeout(install(running, make_profile()))
         assert (await running.status()).plan.reason == plan_pb2.REASON_PROFILING

@@ -14,9 +14,14 @@ from controller.service.net.errors import RequestIdReusedError
 from controller.service.rpc import request_ids
 from controller.service.rpc.request_ids import RequestIds
 from speculation.v1 import policy_pb2, service_pb2
-from tests.support.error_details import failed
-from tests.support.override_calls import FLEET, asked, listed, set_
-from tests.support.service_harness import PATIENCE_SECONDS, make_profile, serving, soon
+from tests.support.error_details import failure_details
+from tests.support.override_calls import FLEET, list_overrides, make_override_request, set_override
+from tests.support.service_harness import (
+    PATIENCE_SECONDS,
+    make_profile,
+    running_sidecar,
+    with_timeout,
+)
 
 
 def new_id() -> str:
@@ -33,101 +38,109 @@ async def actions(running, awaited: str = "") -> list[str]:
     """The audit, once it has the awaited action: of what is no override it is written later."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            answer = await soon(running.policy.QueryAudit(policy_pb2.QueryAuditRequest()))
-            found = [record.action for record in answer.records]
-            if awaited in {"", *found}:
-                return found
+            answer = await with_timeout(running.policy.QueryAudit(policy_pb2.QueryAuditRequest()))
+            action_names = [record.action for record in answer.records]
+            if awaited in {"", *action_names}:
+                return action_names
             await asyncio.sleep(0.01)
 
 
 async def test_a_repeated_clear_is_answered_as_the_first_one(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        await set_(running, gamma=1)
+        await set_override(running, gamma=1)
         request = clearing(new_id())
-        first = await soon(running.policy.ClearOverride(request))
+        first = await with_timeout(running.policy.ClearOverride(request))
         assert first.effects
-        assert await soon(running.policy.ClearOverride(request)) == first
+        assert await with_timeout(running.policy.ClearOverride(request)) == first
         # Also when there is another override of another engine by now, and none of this id.
-        await set_(running, name="o2", gamma=1)
-        assert await soon(running.policy.ClearOverride(request)) == first
+        await set_override(running, name="o2", gamma=1)
+        assert await with_timeout(running.policy.ClearOverride(request)) == first
         assert await actions(running) == ["set", "clear", "set"]
-        assert (await failed(running.policy.ClearOverride(clearing("")))).reason == (
+        assert (await failure_details(running.policy.ClearOverride(clearing("")))).reason == (
             "OVERRIDE_NOT_FOUND"
         )
 
 
 async def test_a_repeated_set_does_not_bring_an_override_back(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        request = asked(scope=FLEET, off=True, request={"request_id": new_id()})
-        first = await soon(running.policy.SetOverride(request))
-        await soon(running.policy.ClearOverride(clearing(new_id())))
-        assert await soon(running.policy.SetOverride(request)) == first
-        assert await listed(running) == {}
+    async with running_sidecar(tmp_path) as running:
+        request = make_override_request(scope=FLEET, off=True, request={"request_id": new_id()})
+        first = await with_timeout(running.policy.SetOverride(request))
+        await with_timeout(running.policy.ClearOverride(clearing(new_id())))
+        assert await with_timeout(running.policy.SetOverride(request)) == first
+        assert await list_overrides(running) == {}
 
 
 async def test_an_id_with_another_content_or_another_call_is_refused(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         same = new_id()
-        await soon(running.policy.SetOverride(asked(off=True, request={"request_id": same})))
-        changed = asked(gamma=1, request={"request_id": same})
-        found = await failed(running.policy.SetOverride(changed))
-        assert (found.status, found.reason, found.field) == (
+        await with_timeout(
+            running.policy.SetOverride(
+                make_override_request(off=True, request={"request_id": same})
+            )
+        )
+        changed = make_override_request(gamma=1, request={"request_id": same})
+        error_details = await failure_details(running.policy.SetOverride(changed))
+        assert (error_details.status, error_details.reason, error_details.field) == (
             grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_ID_REUSED", "request_id",
         )  # fmt: skip
-        found = await failed(running.policy.ClearOverride(clearing(same)))
-        assert found.reason == "REQUEST_ID_REUSED"
-        assert list(await listed(running)) == ["o1"]
+        error_details = await failure_details(running.policy.ClearOverride(clearing(same)))
+        assert error_details.reason == "REQUEST_ID_REUSED"
+        assert list(await list_overrides(running)) == ["o1"]
 
 
 @pytest.mark.parametrize("bad", ["1", "x" * 10_000, "{0}" * 12, "urn:uuid:" + "0" * 32])
 async def test_an_id_that_is_no_uuid_is_refused(tmp_path: Path, bad: str):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for dry in (False, True):
-            request = asked(off=True, request={"request_id": bad, "dry_run": dry})
-            found = await failed(running.policy.SetOverride(request))
-            assert (found.reason, found.field) == ("INVALID_REQUEST", "request_id")
-        assert await listed(running) == {}
+            request = make_override_request(off=True, request={"request_id": bad, "dry_run": dry})
+            error_details = await failure_details(running.policy.SetOverride(request))
+            assert (error_details.reason, error_details.field) == ("INVALID_REQUEST", "request_id")
+        assert await list_overrides(running) == {}
 
 
 async def test_a_refused_request_may_be_tried_again_with_its_id(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = clearing(new_id())
-        assert (await failed(running.policy.ClearOverride(request))).reason == "OVERRIDE_NOT_FOUND"
-        await set_(running, scope=FLEET, off=True)
-        await soon(running.policy.ClearOverride(request))
-        assert await listed(running) == {}
+        assert (
+            await failure_details(running.policy.ClearOverride(request))
+        ).reason == "OVERRIDE_NOT_FOUND"
+        await set_override(running, scope=FLEET, off=True)
+        await with_timeout(running.policy.ClearOverride(request))
+        assert await list_overrides(running) == {}
 
 
 async def test_a_dry_run_leaves_its_id_to_the_real_request(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        request = asked(scope=FLEET, off=True, request={"request_id": new_id(), "dry_run": True})
-        await soon(running.policy.SetOverride(request))
+    async with running_sidecar(tmp_path) as running:
+        request = make_override_request(
+            scope=FLEET, off=True, request={"request_id": new_id(), "dry_run": True}
+        )
+        await with_timeout(running.policy.SetOverride(request))
         request.dry_run = False
-        await soon(running.policy.SetOverride(request))
-        assert list(await listed(running)) == ["o1"]
+        await with_timeout(running.policy.SetOverride(request))
+        assert list(await list_overrides(running)) == ["o1"]
 
 
 async def test_a_profile_is_pushed_once(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = service_pb2.PushProfileRequest(
             profile_json=make_profile().to_json(), request_id=new_id()
         )
-        first = await soon(running.profiling.PushProfile(request))
-        assert await soon(running.profiling.PushProfile(request)) == first
+        first = await with_timeout(running.profiling.PushProfile(request))
+        assert await with_timeout(running.profiling.PushProfile(request)) == first
         assert (await actions(running, "push_profile")).count("push_profile") == 1
         installing = service_pb2.InstallProfileRequest(
             profile_json=make_profile().to_json(), request_id=new_id()
         )
         await running.introduce()
-        installed = await soon(running.profiling.InstallProfile(installing))
-        assert await soon(running.profiling.InstallProfile(installing)) == installed
+        installed = await with_timeout(running.profiling.InstallProfile(installing))
+        assert await with_timeout(running.profiling.InstallProfile(installing)) == installed
         assert (await actions(running, "install_profile")).count("install_profile") == 1
 
 
-def by(name: str) -> None:
-    caller = Caller(f"{name}, pid 7", Right.OVERRIDE, identity=name)
-    callers.begin(Call(caller, Right.OVERRIDE))
+def begin_call(name: str) -> None:
+    caller = Caller(f"{name}, pid 7", Right.OVERRIDE, access_key=name)
+    callers.set_current_call(Call(caller, Right.OVERRIDE))
 
 
 class Work:
@@ -149,73 +162,73 @@ async def test_work_goes_on_when_its_client_goes_and_is_not_done_again():
     ids, work = RequestIds(), Work()
     work.may_end.clear()
     request = clearing(new_id())
-    by("ann")
-    first = asyncio.create_task(ids.once(request, work))
+    begin_call("ann")
+    first = asyncio.create_task(ids.run_once(request, work))
     while not work.begun:  # noqa: ASYNC110  # two turns of the loop
         await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait({first})
-    again = asyncio.create_task(ids.once(request, work))
+    again = asyncio.create_task(ids.run_once(request, work))
     work.may_end.set()
-    assert (await soon(again)).missing
+    assert (await with_timeout(again)).missing
     assert (work.begun, work.done) == (1, 1)
 
 
 async def test_each_caller_has_ids_of_its_own():
     ids, work = RequestIds(), Work()
     request = clearing(new_id())
-    by("ann")
-    await ids.once(request, work)
-    by("bob")
-    await ids.once(clearing(request.request_id, "another reason"), work)
+    begin_call("ann")
+    await ids.run_once(request, work)
+    begin_call("bob")
+    await ids.run_once(clearing(request.request_id, "another reason"), work)
     assert work.done == 2
 
 
 async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(request_ids, "KEPT_ANSWERS", 3)
+    monkeypatch.setattr(request_ids, "KEPT_ANSWERS_MAX", 3)
     ids, work = RequestIds(), Work()
-    by("ann")
+    begin_call("ann")
     requests = [clearing(new_id()) for _ in range(5)]
     for request in requests:
-        await ids.once(request, work)
+        await ids.run_once(request, work)
     for request in requests[-2:]:
-        await ids.once(request, work)
+        await ids.run_once(request, work)
     assert work.done == 5
     # Those were forgotten to make room.
-    await ids.once(requests[0], work)
+    await ids.run_once(requests[0], work)
     assert work.done == 6
-    monkeypatch.setattr(request_ids, "KEPT_BYTES", 0)
-    await ids.once(requests[-1], work)
+    monkeypatch.setattr(request_ids, "KEPT_BYTES_MAX", 0)
+    await ids.run_once(requests[-1], work)
     assert work.done == 7
 
 
 async def test_an_answer_is_forgotten_after_its_time(monkeypatch: pytest.MonkeyPatch):
     ids, work = RequestIds(), Work()
-    by("ann")
+    begin_call("ann")
     request = clearing(new_id())
-    await ids.once(request, work)
+    await ids.run_once(request, work)
     with pytest.raises(RequestIdReusedError):
-        await ids.once(clearing(request.request_id, "another reason"), work)
+        await ids.run_once(clearing(request.request_id, "another reason"), work)
     monkeypatch.setattr(request_ids, "KEPT_SECONDS", 0.0)
     ids = RequestIds()
-    await ids.once(request, work)
-    await ids.once(request, work)
+    await ids.run_once(request, work)
+    await ids.run_once(request, work)
     assert work.done == 3
 
 
 async def test_failed_work_is_forgotten_and_closing_ends_what_is_under_way():
     ids = RequestIds()
-    by("ann")
+    begin_call("ann")
     request = clearing(new_id())
 
     async def fails() -> policy_pb2.ClearOverrideResponse:
         raise SpeculationError("no")
 
     with pytest.raises(SpeculationError):
-        await ids.once(request, fails)
+        await ids.run_once(request, fails)
     work = Work()
     work.may_end.clear()
-    waiting = asyncio.create_task(ids.once(request, work))
+    waiting = asyncio.create_task(ids.run_once(request, work))
     await asyncio.sleep(0)
     await ids.close()
     await asyncio.wait({waiting})

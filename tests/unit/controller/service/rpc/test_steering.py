@@ -18,11 +18,11 @@ from tests.support.service_harness import (
     failure,
     make_profile,
     report_message,
+    running_sidecar,
     secret_of,
-    serving,
-    soon,
     step_seconds,
-    until,
+    wait_until,
+    with_timeout,
 )
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -66,9 +66,9 @@ bad_reports = pytest.mark.parametrize(
 
 
 async def test_an_introduction_opens_a_session_with_a_plan_from_a_marked_prior(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = service_pb2.IntroduceRequest(engine=engine_message())
-        answer = await soon(running.speculation.Introduce(request))
+        answer = await with_timeout(running.speculation.Introduce(request))
     assert len(answer.session_id) == 32
     assert answer.plan.epoch == 1
     assert answer.plan.lease_ms == 5000
@@ -153,7 +153,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
 async def test_an_introduction_that_contradicts_itself_is_refused(
     tmp_path: Path, engine: engine_pb2.EngineSpec, text: str
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = service_pb2.IntroduceRequest(engine=engine)
         code, message = await failure(running.speculation.Introduce(request))
         assert len(running.sidecar.registry) == 0
@@ -165,7 +165,7 @@ async def test_an_introduction_that_contradicts_itself_is_refused(
 async def test_a_bad_report_on_the_stream_is_rejected_and_the_others_are_used(
     tmp_path: Path, changes: dict[str, Any], code: grpc.StatusCode, text: str
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         bad = report_message(**{"step": 11} | changes)
         await stream.send(report_message(10), bad, report_message(12), report_message(13))
@@ -182,7 +182,7 @@ async def test_a_bad_report_on_the_stream_is_rejected_and_the_others_are_used(
 async def test_a_bad_report_to_decide_fails_with_the_same_status_and_changes_nothing(
     tmp_path: Path, changes: dict[str, Any], code: grpc.StatusCode, text: str
 ):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
 
         def decide(message: engine_pb2.StepReport) -> Any:
@@ -190,17 +190,17 @@ async def test_a_bad_report_to_decide_fails_with_the_same_status_and_changes_not
                 service_pb2.DecideRequest(session_id=session_id, report=message)
             )
 
-        await soon(decide(report_message(10)))
-        found, message = await failure(decide(report_message(**{"step": 11} | changes)))
-        await soon(decide(report_message(12)))
+        await with_timeout(decide(report_message(10)))
+        status_code, message = await failure(decide(report_message(**{"step": 11} | changes)))
+        await with_timeout(decide(report_message(12)))
         status = await running.status()
-    assert found is code
+    assert status_code is code
     assert text in message
     assert (status.reports, status.rejected_reports) == (2, 1)
 
 
 async def test_an_engine_that_never_introduced_itself_is_told_to(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, "nobody")
         await stream.send(report_message(1))
         code, message = await stream.end()
@@ -213,7 +213,7 @@ async def test_an_engine_that_never_introduced_itself_is_told_to(tmp_path: Path)
 
 
 async def test_a_stream_belongs_to_one_session(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         first, second = await running.introduce("a"), await running.introduce("b")
         stream = SteerClient(running, first)
         await stream.send(report_message(1))
@@ -226,7 +226,7 @@ async def test_a_stream_belongs_to_one_session(tmp_path: Path):
 
 
 async def test_an_engine_that_introduces_itself_again_ends_its_old_session(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         old = SteerClient(running, await running.introduce())
         await old.send(report_message(100))
         await old.plan()
@@ -237,13 +237,15 @@ async def test_an_engine_that_introduces_itself_again_ends_its_old_session(tmp_p
         # A new session counts its steps from anywhere.
         await new.send(report_message(1))
         await new.plan()
-        await until(lambda: running.sidecar.registry.by_engine("engine-0").counters.reports == 1)
+        await wait_until(
+            lambda: running.sidecar.registry.find_by_engine("engine-0").counters.reports == 1
+        )
         request = service_pb2.DecideRequest(session_id=old.session_id, report=report_message(101))
         assert (await failure(running.speculation.Decide(request)))[0] is PRECONDITION
 
 
 async def test_a_newer_stream_of_a_session_takes_over(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
         old, new = SteerClient(running, session_id), SteerClient(running, session_id)
         await old.send(report_message(1))
@@ -257,10 +259,10 @@ async def test_a_newer_stream_of_a_session_takes_over(tmp_path: Path):
 
 
 async def test_a_client_that_has_sent_its_last_message_gets_a_clean_end(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1, step_seconds=-1.0), dropped=7)
-        await soon(stream.call.done_writing())
+        await with_timeout(stream.call.done_writing())
         assert [r.step for r in await stream.rejections()] == [1]
         assert (await stream.end())[0] is grpc.StatusCode.OK
         assert (await running.status()).dropped_reports == 7
@@ -269,12 +271,12 @@ async def test_a_client_that_has_sent_its_last_message_gets_a_clean_end(tmp_path
 async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_after_it(
     tmp_path: Path,
 ):
-    async with serving(tmp_path, last_lease_seconds=0) as running:
+    async with running_sidecar(tmp_path, last_lease_seconds=0) as running:
         session = running.sidecar.registry.introduce(engine_from_proto(engine_message()))
         stream = SteerClient(running, session.session_id)
         await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
         await stream.send(report_message(3))
-        await until(lambda: session.counters.reports == 2)
+        await wait_until(lambda: session.counters.reports == 2)
         running.sidecar.registry.close(ShuttingDownError("over"))
         with suppress(
             grpc.aio.AioRpcError, asyncio.InvalidStateError
@@ -284,11 +286,11 @@ async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_
             pass
         assert (answer.received.reports, answer.received.dropped_reports) == (3, 7)
         assert (await stream.end())[0] is grpc.StatusCode.UNAVAILABLE
-        assert (session.counters.reports, session.counters.dropped) == (2, 7)
+        assert (session.counters.reports, session.counters.dropped_reports) == (2, 7)
 
 
 async def test_every_response_says_what_has_been_received_so_far(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
         while not (answer := await stream.read()).received_so_far.reports:
@@ -300,8 +302,8 @@ async def test_messages_are_acknowledged_without_news_when_as_many_have_come_as_
     tmp_path: Path,
 ):
     # The clock stands still: no plan is due.
-    async with serving(tmp_path, VirtualClock()) as running:
-        opened = await soon(
+    async with running_sidecar(tmp_path, VirtualClock()) as running:
+        opened = await with_timeout(
             running.speculation.Introduce(service_pb2.IntroduceRequest(engine=engine_message()))
         )
         assert opened.messages_in_flight_max == 2
@@ -325,12 +327,12 @@ async def test_messages_are_acknowledged_without_news_when_as_many_have_come_as_
 
 
 async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
         stream = SteerClient(running, session_id)
         await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
-        session = running.sidecar.registry.by_token(session_id)
-        await until(lambda: session.counters.reports == 1)
+        session = running.sidecar.registry.find_by_token(session_id)
+        await wait_until(lambda: session.counters.reports == 1)
         stream.call.cancel()
         arrived = service_pb2.Received(reports=2, dropped_reports=7)
         # The first answer may be lost, too: the second introduction names the same session.
@@ -340,21 +342,21 @@ async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_
                 previous_session_id=session_id,
                 engine_secret=secret_of("engine-0"),
             )
-            answer = await soon(running.speculation.Introduce(request))
+            answer = await with_timeout(running.speculation.Introduce(request))
             assert answer.received == arrived
 
 
 @pytest.mark.parametrize("before", ["", "another-sidecars"])
 async def test_what_arrived_in_a_session_that_is_not_known_is_not_said(tmp_path: Path, before: str):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         request = service_pb2.IntroduceRequest(engine=engine_message(), previous_session_id=before)
-        assert not (await soon(running.speculation.Introduce(request))).HasField("received")
+        assert not (await with_timeout(running.speculation.Introduce(request))).HasField("received")
 
 
 async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async with serving(tmp_path, last_lease_seconds=0) as running:
+    async with running_sidecar(tmp_path, last_lease_seconds=0) as running:
         registry = running.sidecar.registry
         session = registry.introduce(engine_from_proto(engine_message()))
         observe = session.observe
@@ -376,7 +378,7 @@ async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
 
 async def test_the_lease_of_an_idle_engine_is_renewed(tmp_path: Path):
     clock = VirtualClock()
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send()
         first = await stream.plan()
@@ -391,7 +393,7 @@ async def test_the_lease_of_an_idle_engine_is_renewed(tmp_path: Path):
 
 
 async def test_a_stream_that_is_opened_again_starts_with_the_newest_plan(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
         broken = SteerClient(running, session_id)
         await broken.send(report_message(1))
@@ -403,11 +405,11 @@ async def test_a_stream_that_is_opened_again_starts_with_the_newest_plan(tmp_pat
 
 
 async def test_many_rejections_come_in_pieces_and_none_is_lost(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         count = 3000
         await stream.send(*(report_message(step + 1, batch_size=5) for step in range(count)))
-        await soon(stream.call.done_writing())
+        await with_timeout(stream.call.done_writing())
         seen: list[int] = []
         while len(seen) < count:
             answer = await stream.read()
@@ -417,7 +419,7 @@ async def test_many_rejections_come_in_pieces_and_none_is_lost(tmp_path: Path):
 
 
 async def test_what_a_client_sent_is_not_sent_back_at_length(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1, drafter="x" * 100_000))
         assert len((await stream.rejections())[0].message) <= 500
@@ -466,7 +468,7 @@ class Loop:
 
 async def test_engines_with_different_traffic_are_steered_apart(tmp_path: Path):
     clock = VirtualClock()
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         good = Loop(clock, SteerClient(running, await running.introduce("good")), accepts=True)
         bad = Loop(clock, SteerClient(running, await running.introduce("bad")), accepts=False)
         for loop in (good, bad):
@@ -484,7 +486,7 @@ async def test_engines_with_different_traffic_are_steered_apart(tmp_path: Path):
 
 async def test_decide_runs_a_probe_for_its_steps_and_charges_it(tmp_path: Path):
     clock = VirtualClock()
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         running.sidecar.profiles.add(make_profile())
         session_id = await running.introduce()
         gamma, probing, asked = 0, [], 0
@@ -495,13 +497,13 @@ async def test_decide_runs_a_probe_for_its_steps_and_charges_it(tmp_path: Path):
                 step, gamma=gamma, accepted_counts=[4, *([0] * gamma)], step_seconds=seconds
             )
             request = service_pb2.DecideRequest(session_id=session_id, report=message)
-            answer = await soon(running.speculation.Decide(request))
+            answer = await with_timeout(running.speculation.Decide(request))
             gamma = answer.gamma
             probing.append(answer.reason == plan_pb2.REASON_PROBE)
             asked += probing[-1]
         explanation = await running.explain()
-        explorer = running.sidecar.registry.by_token(session_id).core.explorer
-    assert explorer.probes > 0
-    assert 0 < asked <= 8 * explorer.probes
+        explorer = running.sidecar.registry.find_by_token(session_id).core.explorer
+    assert explorer.probe_count > 0
+    assert 0 < asked <= 8 * explorer.probe_count
     assert explanation.probe_share > 0
     assert not all(probing[-20:])

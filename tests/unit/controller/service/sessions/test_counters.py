@@ -11,14 +11,14 @@ ALONE = replace(PLAIN, flags=StepFlags(unsteered=True))
 def counted(*reports: StepReport) -> StepCounters:
     counters, before = StepCounters(), None
     for report in reports:
-        counters.count(report, before)
+        counters.add_report(report, before)
         before = report
     return counters
 
 
 def test_tokens_by_length_and_by_position():
     counters = counted(PLAIN, OFF, replace(PLAIN, gamma=3, accepted_counts=(0, 0, 1, 3)))
-    assert counters.by_length == [4, 1, 3, 3]
+    assert counters.sequences_by_length == [4, 1, 3, 3]
     assert counters.accepted_tokens == 1 + 2 * 3 + 3 * 3
     assert counters.accepted_by_position == [7, 6, 3]
     assert sum(counters.accepted_by_position) == counters.accepted_tokens
@@ -49,14 +49,14 @@ def test_nothing_is_counted_before_the_first_report():
         0,
         [],
     )
-    assert (counters.alone, counters.drafts_by_length) == (None, [0])
+    assert (counters.last_step_unsteered, counters.drafts_by_length) == (None, [0])
 
 
 def test_a_lease_is_lost_only_where_there_was_one():
     first = counted(ALONE, ALONE)
-    assert (first.lease_losses, first.unsteered, first.alone) == (0, 2, True)
+    assert (first.lease_losses, first.unsteered_steps, first.last_step_unsteered) == (0, 2, True)
     again = counted(ALONE, PLAIN, PLAIN, ALONE, ALONE, PLAIN, ALONE, PLAIN)
-    assert (again.lease_losses, again.unsteered, again.alone) == (2, 4, False)
+    assert (again.lease_losses, again.unsteered_steps, again.last_step_unsteered) == (2, 4, False)
 
 
 def test_changes_of_drafter_and_of_its_version_are_counted_once_each():
@@ -64,7 +64,7 @@ def test_changes_of_drafter_and_of_its_version_are_counted_once_each():
         PLAIN, replace(PLAIN, drafter="dflash"), replace(PLAIN, drafter="dflash"), PLAIN,
         *[replace(PLAIN, draft_version=2)] * 3, PLAIN,
     )  # fmt: skip
-    assert (counters.drafter_changes, counters.swaps) == (2, 2)
+    assert (counters.drafter_changes, counters.version_swaps) == (2, 2)
 
 
 def test_circumstances_are_counted():
@@ -73,8 +73,8 @@ def test_circumstances_are_counted():
         replace(PLAIN, flags=flags), replace(PLAIN, probe_id=7),
         replace(PLAIN, update_seconds=0.1, flags=StepFlags(updating=True)),
     )  # fmt: skip
-    assert (counters.eager, counters.switched, counters.resets) == (1, 1, 1)
-    assert (counters.probing, counters.updates, counters.unsteered) == (1, 1, 0)
+    assert (counters.eager_steps, counters.switched_steps, counters.drafter_resets) == (1, 1, 1)
+    assert (counters.probe_steps, counters.drafter_updates, counters.unsteered_steps) == (1, 1, 0)
 
 
 def test_rows_that_had_ended_are_no_sequence_steps_and_nothing_of_theirs_is_a_draft():
@@ -82,12 +82,12 @@ def test_rows_that_had_ended_are_no_sequence_steps_and_nothing_of_theirs_is_a_dr
     mixed = StepReport(1, 7, 100, "mtp", 2, (5, 0, 2), 0.5, groups=rows, delivered_tokens=6)
     counters = counted(mixed, mixed)
     assert (counters.drafts, counters.drafted_tokens, counters.accepted_tokens) == (6, 12, 8)
-    assert (counters.sequence_steps, counters.ended) == (8, 6)
+    assert (counters.sequence_steps, counters.ended_sequences) == (8, 6)
     assert counters.generated_tokens == 16
     assert counters.drafts_by_length == [2, 0, 4]
-    assert counters.delivered == 12
+    assert counters.delivered_tokens == 12
 
 
 def test_delivered_tokens_are_unknown_until_a_report_says_them():
-    assert counted(PLAIN).delivered is None
-    assert counted(PLAIN, replace(PLAIN, delivered_tokens=0)).delivered == 0
+    assert counted(PLAIN).delivered_tokens is None
+    assert counted(PLAIN, replace(PLAIN, delivered_tokens=0)).delivered_tokens == 0

@@ -22,7 +22,7 @@ class Heard(SessionObserver):
     def __init__(self) -> None:
         self.decisions: list[tuple[Plan, int]] = []
 
-    def decided(self, session: EngineSession, before: Plan, began: int) -> None:
+    def on_plan_changed(self, session: EngineSession, before: Plan, began: int) -> None:
         self.decisions.append((before, began))
 
 
@@ -38,7 +38,7 @@ def session(clock: VirtualClock) -> EngineSession:
     return EngineSession("secret", core, clock, observer=Heard())
 
 
-def told(session: EngineSession, plan: Plan) -> list[tuple[Plan, int]]:
+def collect_decisions(session: EngineSession, plan: Plan) -> list[tuple[Plan, int]]:
     """What is told of this plan, and logged of it."""
     observer = session._observer
     assert isinstance(observer, Heard)
@@ -60,7 +60,7 @@ PROBE = Probe(1, OTHER_ARM, 3)
 def test_another_choice_in_any_row_is_told_with_the_plan_before_it(session: EngineSession):
     before = session.plan
     assert before.rows[0].arm != OTHER_ARM
-    assert told(session, with_row(before, arm=OTHER_ARM)) == [(before, 7)]
+    assert collect_decisions(session, with_row(before, arm=OTHER_ARM)) == [(before, 7)]
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,22 @@ def test_another_choice_in_any_row_is_told_with_the_plan_before_it(session: Engi
     ],
 )
 def test_so_is_another_regime_version_or_override(session: EngineSession, change: dict[str, Any]):
-    assert len(told(session, replace(session.plan, epoch=2, **change))) == 1
+    assert len(collect_decisions(session, replace(session.plan, epoch=2, **change))) == 1
 
 
 def test_so_are_rows_that_end_elsewhere(session: EngineSession):
     plan = session.plan
-    assert len(told(session, replace(plan, rows=plan.rows[1:]))) == 1
-    assert len(told(session, with_row(session.plan, max_batch_size=1))) == 1
+    assert len(collect_decisions(session, replace(plan, rows=plan.rows[1:]))) == 1
+    assert len(collect_decisions(session, with_row(session.plan, max_batch_size=1))) == 1
 
 
 @pytest.mark.parametrize("change", [{"reason": Reason.HOLD}, {"probe": PROBE}])
 def test_a_reason_or_a_probe_is_no_decision(session: EngineSession, change: dict[str, Any]):
-    assert told(session, with_row(session.plan, **change)) == []
+    assert collect_decisions(session, with_row(session.plan, **change)) == []
 
 
 def test_a_renewed_lease_is_no_decision(session: EngineSession):
-    assert told(session, replace(session.plan, epoch=2, reason=Reason.LEASE)) == []
+    assert collect_decisions(session, replace(session.plan, epoch=2, reason=Reason.LEASE)) == []
 
 
 def test_decision_ids_tell_sessions_and_epochs_apart(session: EngineSession, clock: VirtualClock):

@@ -16,24 +16,26 @@ from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     SteerClient,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 # Introductions, so many that a session kept for each would show.
 TIMES = 12
 
 
-async def look_at(running: Running, engine_id: str, metrics_port: int, page_port: int) -> None:
+async def look_at(
+    running: RunningSidecar, engine_id: str, metrics_port: int, page_port: int
+) -> None:
     """Everything that reads sessions: inspection, overview, metrics, page."""
     inspection = running.inspection
-    await soon(inspection.ListEngines(service_pb2.ListEnginesRequest()))
-    await soon(inspection.Explain(service_pb2.ExplainRequest(engine_id=engine_id)))
-    await soon(inspection.Overview(service_pb2.OverviewRequest()))
+    await with_timeout(inspection.ListEngines(service_pb2.ListEnginesRequest()))
+    await with_timeout(inspection.Explain(service_pb2.ExplainRequest(engine_id=engine_id)))
+    await with_timeout(inspection.Overview(service_pb2.OverviewRequest()))
     status_cache = running.sidecar._status_cache
     status_cache._lines_until = 0.0
     await status_cache.lines()
@@ -52,16 +54,16 @@ def read_all(url: str) -> None:
 
 
 async def visited(
-    running: Running, engine_id: str, metrics_port: int, page_port: int
+    running: RunningSidecar, engine_id: str, metrics_port: int, page_port: int
 ) -> "weakref.ref[EngineSession]":
     """The session of an engine that came, reported, was looked at and closed its stream."""
     stream = SteerClient(running, await running.introduce(engine_id))
-    session = running.sidecar.registry.by_engine(engine_id)
+    session = running.sidecar.registry.find_by_engine(engine_id)
     await stream.send(report_message(1))
-    await until(lambda: session.counters.reports == 1)
+    await wait_until(lambda: session.counters.reports == 1)
     await look_at(running, engine_id, metrics_port, page_port)
     stream.call.cancel()
-    await until(lambda: not session.listeners)
+    await wait_until(lambda: not session.open_streams)
     return weakref.ref(session)
 
 
@@ -76,8 +78,8 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
 ):
     metrics_port, page_port = free_port(), free_port()
     before = {kind: alive(kind) for kind in (EngineSession, History, EngineSnapshot)}
-    async with serving(tmp_path, metrics_port=metrics_port, page_port=page_port) as running:
-        over = [
+    async with running_sidecar(tmp_path, metrics_port=metrics_port, page_port=page_port) as running:
+        ended_sessions = [
             await visited(running, names[number % len(names)], metrics_port, page_port)
             for number in range(TIMES)
         ]
@@ -85,21 +87,21 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
 
         def only_the_last_remain() -> bool:
             gc.collect()
-            return sum(ref() is not None for ref in over) == in_use
+            return sum(ref() is not None for ref in ended_sessions) == in_use
 
-        await until(only_the_last_remain)
+        await wait_until(only_the_last_remain)
         # Fewer where what another test has left behind is gone by now.
         for kind, count in before.items():
             assert alive(kind) <= count + in_use
 
 
 async def test_a_session_holds_nothing_of_a_stream_that_has_ended(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1))
         await stream.plan()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         assert session.stream is not None
         stream.call.cancel()
-        await until(lambda: not session.listeners)
+        await wait_until(lambda: not session.open_streams)
         assert session.stream is None

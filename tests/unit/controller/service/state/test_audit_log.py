@@ -19,11 +19,11 @@ def replace(plan_log: AuditLog, times: int) -> None:
     """One engine id changes hands so many times, each time after a silence."""
     clock = VirtualClock()
     sessions = registry(clock)
-    before = sessions.introduce(spec(), EngineIdentity.of(ANYBODY, "0"))
+    before = sessions.introduce(spec(), EngineIdentity.from_caller(ANYBODY, "0"))
     for number in range(1, times + 1):
         clock.advance(10.0)
-        session = sessions.introduce(spec(), EngineIdentity.of(ANYBODY, str(number)))
-        plan_log.replaced(session, before)
+        session = sessions.introduce(spec(), EngineIdentity.from_caller(ANYBODY, str(number)))
+        plan_log.record_replaced_session(session, before)
         before = session
 
 
@@ -47,21 +47,21 @@ async def test_few_replaced_sessions_have_a_record_each(tmp_path: Path):
 async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: Path):
     store = FileStore(tmp_path)
     await store.open(lambda: None)
-    plan_log = AuditLog(store, counted_seconds=0.01)
+    plan_log = AuditLog(store, count_seconds=0.01)
     supervisor = Supervisor()
-    supervisor.run("audit_counts", plan_log.tell_counts)
+    supervisor.run("audit_counts", plan_log.record_counts)
     replace(plan_log, REPLACED)
 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not any("were replaced" in record.reason for record in await records(store)):  # noqa: ASYNC110  # a file
             await asyncio.sleep(0.005)
-    found = await records(store)
-    assert len(found) < 100
-    count = int(found[0].reason.split()[0])
-    assert len(found) - 1 + count == REPLACED
-    await supervisor.end()
+    audit_records = await records(store)
+    assert len(audit_records) < 100
+    count = int(audit_records[0].reason.split()[0])
+    assert len(audit_records) - 1 + count == REPLACED
+    await supervisor.stop()
     await plan_log.close()
-    assert len(await records(store)) == len(found)
+    assert len(await records(store)) == len(audit_records)
     await store.close()
 
 
@@ -71,6 +71,6 @@ async def test_what_was_counted_is_told_at_the_end(tmp_path: Path):
     plan_log = AuditLog(store)
     replace(plan_log, REPLACED)
     await plan_log.close()
-    found = await records(store)
-    assert len(found) - 1 + int(found[0].reason.split()[0]) == REPLACED
+    audit_records = await records(store)
+    assert len(audit_records) - 1 + int(audit_records[0].reason.split()[0]) == REPLACED
     await store.close()

@@ -17,10 +17,10 @@ from controller.service.state.override_registry import OverrideRegistry
 from controller.store.database import Database, StoredEntry
 from controller.store.file_store import FileStore
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor
-from controller.wire.overrides import to_body
+from controller.wire.overrides import override_to_json
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.credentials import free_address, token_line
-from tests.support.service_harness import failure, serving, soon
+from tests.support.service_harness import failure, running_sidecar, with_timeout
 from tests.unit.controller.service.sessions.small_registry import registry
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -44,49 +44,52 @@ def database_of(folder: Path, bodies: Iterable[tuple[str, str]]) -> None:
 
 
 async def opened(folder: Path) -> OverrideRegistry:
-    found = OverrideRegistry(FileStore(folder), registry())
-    await found.open()
-    return found
+    override_registry = OverrideRegistry(FileStore(folder), registry())
+    await override_registry.open()
+    return override_registry
 
 
-def in_force(found: OverrideRegistry) -> set[str]:
-    return {held.override.override_id for held in found.held()}
+def in_force(override_registry: OverrideRegistry) -> set[str]:
+    return {held.override.override_id for held in override_registry.list_active()}
 
 
 async def test_of_a_database_with_too_many_the_newest_are_in_force(tmp_path: Path):
     names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX + 30)]
-    database_of(tmp_path, ((name, to_body(override(name))) for name in names))
-    found = await opened(tmp_path)
+    database_of(tmp_path, ((name, override_to_json(override(name))) for name in names))
+    override_registry = await opened(tmp_path)
     try:
-        assert in_force(found) == set(names[30:])
-        assert found.health.ok
-        assert found.health.unusable_count == 30
-        assert set(found.health.unusable) <= set(names[:30])
+        assert in_force(override_registry) == set(names[30:])
+        assert override_registry.health.ok
+        assert override_registry.health.unusable_count == 30
+        assert set(override_registry.health.unusable) <= set(names[:30])
         with pytest.raises(TooManyOverridesError):
-            await found.set(override("another"), None, "", ANN)
+            await override_registry.set_override(override("another"), None, "", ANN)
         # One that ends makes room for the newest of the others, and one of those can be ended, too.
-        await found.clear("o100", "", ANN)
-        assert in_force(found) == set(names[29:]) - {"o100"}
-        assert found.is_unusable("o28")
-        await found.clear("o28", "", ANN)
-        assert found.health.unusable_count == 28
-        await found.clear("o101", "", ANN)
-        assert "o27" in in_force(found)
+        await override_registry.clear_override("o100", "", ANN)
+        assert in_force(override_registry) == set(names[29:]) - {"o100"}
+        assert override_registry.is_unusable("o28")
+        await override_registry.clear_override("o28", "", ANN)
+        assert override_registry.health.unusable_count == 28
+        await override_registry.clear_override("o101", "", ANN)
+        assert "o27" in in_force(override_registry)
     finally:
-        await found.close()
+        await override_registry.close()
 
 
 async def test_as_many_as_may_be_are_set_at_once_and_no_more(tmp_path: Path):
     names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX - 3)]
-    database_of(tmp_path, ((name, to_body(override(name))) for name in names))
-    found = await opened(tmp_path)
+    database_of(tmp_path, ((name, override_to_json(override(name))) for name in names))
+    override_registry = await opened(tmp_path)
     try:
-        setting = (found.set(override(f"new{number}"), None, "", ANN) for number in range(10))
+        setting = (
+            override_registry.set_override(override(f"new{number}"), None, "", ANN)
+            for number in range(10)
+        )
         done = await asyncio.gather(*setting, return_exceptions=True)
         assert sum(isinstance(item, TooManyOverridesError) for item in done) == 7
-        assert len(in_force(found)) == LIVE_ENTRIES_MAX
+        assert len(in_force(override_registry)) == LIVE_ENTRIES_MAX
     finally:
-        await found.close()
+        await override_registry.close()
 
 
 NOT_UNDERSTOOD = {
@@ -94,28 +97,28 @@ NOT_UNDERSTOOD = {
     "text": "no JSON",
     "deep": "[" * 50_000,
     "large": '{"minBatchSize": 1e400}',
-    "alias": to_body(override("other")),
-    "\x1b[31mid": to_body(override("good")),
+    "alias": override_to_json(override("other")),
+    "\x1b[31mid": override_to_json(override("good")),
     "escape": json.dumps({"\x1b]0;pwn\x07": 1}),
 }
 
 
 async def test_what_is_not_understood_is_named_in_plain_text_and_stops_nothing(tmp_path: Path):
-    bodies = NOT_UNDERSTOOD | {"good": to_body(override("good"))}
+    bodies = NOT_UNDERSTOOD | {"good": override_to_json(override("good"))}
     database_of(tmp_path, bodies.items())
-    found = await opened(tmp_path)
+    override_registry = await opened(tmp_path)
     try:
-        assert in_force(found) == {"good"}
-        health = found.health
+        assert in_force(override_registry) == {"good"}
+        health = override_registry.health
         assert health.unusable_count == len(health.unusable) == len(NOT_UNDERSTOOD)
         assert all(f"{name}{reason}".isprintable() for name, reason in health.unusable.items())
-        await found.set(override("another"), None, "", ANN)
+        await override_registry.set_override(override("another"), None, "", ANN)
         for name in NOT_UNDERSTOOD:
-            await found.clear(name, "", ANN)
-        assert found.health.unusable_count == 0
-        assert in_force(found) == {"good", "another"}
+            await override_registry.clear_override(name, "", ANN)
+        assert override_registry.health.unusable_count == 0
+        assert in_force(override_registry) == {"good", "another"}
     finally:
-        await found.close()
+        await override_registry.close()
 
 
 async def test_whoever_may_act_on_some_engines_ends_nothing_that_may_be_for_others(tmp_path: Path):
@@ -124,7 +127,7 @@ async def test_whoever_may_act_on_some_engines_ends_nothing_that_may_be_for_othe
     access.write_text(token_line("read,override", "secret", "pod-a engine:pod-a-*"))
     metadata = (("authorization", "Bearer secret"),)
     async with (
-        serving(tmp_path, tcp=address, access=access) as running,
+        running_sidecar(tmp_path, tcp=address, access=access) as running,
         grpc.aio.insecure_channel(address) as channel,
     ):
         policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
@@ -132,7 +135,9 @@ async def test_whoever_may_act_on_some_engines_ends_nothing_that_may_be_for_othe
         code, _ = await failure(policy.ClearOverride(asked, metadata=metadata))
         assert code is grpc.StatusCode.PERMISSION_DENIED
         # Of an operator it is taken, and the state of the store names the others.
-        await soon(running.policy.ClearOverride(asked))
-        store = (await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))).store
+        await with_timeout(running.policy.ClearOverride(asked))
+        store = (
+            await with_timeout(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+        ).store
         assert store.unusable_count == len(NOT_UNDERSTOOD) - 1
         assert not any(line.startswith("newer:") for line in store.unusable)

@@ -13,24 +13,31 @@ from unittest.mock import ANY
 import grpc
 import pytest
 
-from controller.recording.recording import RecordingPart, find
+from controller.recording.recording import SegmentReader, find_recording
 from controller.recording.replay import replay
-from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
+from controller.service.metrics.sidecar import SIDECAR_FAMILIES, SidecarSnapshot
 from controller.service.state import policy_watch
 from controller.settings.policy_file import Policy, PolicyFileError
-from controller.util.files import AGREEING_LOOKS
+from controller.util.files import EQUAL_READS_MIN
 from speculation.v1 import policy_pb2
-from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
+from tests.support.override_calls import (
+    FLEET,
+    clear_override,
+    gammas,
+    list_overrides,
+    make_override_request,
+    set_override,
+)
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     SteerClient,
     failure,
+    render_family,
     report_message,
-    serving,
-    soon,
-    until,
-    written,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 SCHEDULE = """\
@@ -78,26 +85,28 @@ def mounted(tmp_path: Path) -> Mounted:
     return Mounted(tmp_path)
 
 
-async def planned(running: Running) -> dict[int, int]:
+async def planned(running: RunningSidecar) -> dict[int, int]:
     return gammas((await running.status()).plan)
 
 
-async def audited(running: Running) -> policy_pb2.AuditRecord:
+async def audited(running: RunningSidecar) -> policy_pb2.AuditRecord:
     """The newest record, once there is one: it is written beside what the sidecar does."""
     request = policy_pb2.QueryAuditRequest(limit=1)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not (found := (await soon(running.policy.QueryAudit(request))).records):  # noqa: ASYNC110
+        while not (
+            audit_answer := (await with_timeout(running.policy.QueryAudit(request))).records
+        ):
             await asyncio.sleep(0.01)
-    return found[0]
+    return audit_answer[0]
 
 
 async def news_of(watch: Any) -> policy_pb2.WatchOverridesResponse:
-    news: policy_pb2.WatchOverridesResponse = await soon(watch.read())
+    news: policy_pb2.WatchOverridesResponse = await with_timeout(watch.read())
     return news
 
 
-async def status(running: Running) -> policy_pb2.PolicyStatus:
-    answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+async def status(running: RunningSidecar) -> policy_pb2.PolicyStatus:
+    answer = await with_timeout(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
     assert answer.HasField("policy")
     return answer.policy
 
@@ -110,12 +119,12 @@ async def test_a_schedule_is_in_force_from_the_first_plan_and_listed_with_its_or
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         assert scheduled(await planned(running))
-        found = await listed(running)
-        assert list(found) == ["policy:day:1", "policy:day:5"]
-        held = found["policy:day:1"]
+        held_by_name = await list_overrides(running)
+        assert list(held_by_name) == ["policy:day:1", "policy:day:5"]
+        held = held_by_name["policy:day:1"]
         assert (held.origin, held.override.from_file) == (str(mounted.path), True)
         assert not held.HasField("remaining_seconds")
         lines = (await running.sidecar._status_cache.state())["overrides"]
@@ -129,16 +138,16 @@ async def test_an_override_displaces_it_whatever_its_scope_and_it_comes_back(
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write("policies:\n  - {name: pod, engine: engine-0, reason: r, gamma: 3}\n")
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
-        answer = await set_(running, scope=FLEET, gamma=1)
+        answer = await set_override(running, scope=FLEET, gamma=1)
         assert answer.effects[0].constrains
         assert set((await planned(running)).values()) == {1}
-        found = await listed(running)
-        assert {name: held.origin for name, held in found.items()} == {
+        held_by_name = await list_overrides(running)
+        assert {name: held.origin for name, held in held_by_name.items()} == {
             "o1": "", "policy:pod": str(mounted.path)
         }  # fmt: skip
-        await clear(running)
+        await clear_override(running)
         assert set((await planned(running)).values()) == {3}
 
 
@@ -146,7 +155,7 @@ async def test_a_change_of_the_mounted_map_reaches_the_engine_and_the_audit(
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         stream = SteerClient(running, await running.introduce())
         await stream.send()
         await stream.plan()
@@ -176,48 +185,51 @@ async def test_a_bad_file_is_shown_and_what_it_said_before_stays_in_force(
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         registry = running.sidecar.override_registry
         mounted.write(BAD)
-        await until(lambda: registry.policy.error)
+        await wait_until(lambda: registry.policy.error)
         assert scheduled(await planned(running))
-        told = await status(running)
-        assert not told.ok
-        assert told.detail == (
-            f"{mounted.path}, line 2: at_mots is not a key of the policy file: did you mean at_most?"
+        file_status = await status(running)
+        assert not file_status.ok
+        assert file_status.detail == (
+            f"{mounted.path}, line 2: at_mots is not a key of the policy file: did you mean "
+            "at_most?"
         )
         assert measured(running)["speculation_policy_ok"] == 0
         assert measured(running)["speculation_policy_entries"] == 2
         mounted.write(BOUND)
-        await until(lambda: not registry.policy.error)
-        assert list(await listed(running)) == ["policy:bound"]
+        await wait_until(lambda: not registry.policy.error)
+        assert list(await list_overrides(running)) == ["policy:bound"]
         assert measured(running)["speculation_policy_ok"] == 1
 
 
-def measured(running: Running) -> dict[str, float]:
+def measured(running: RunningSidecar) -> dict[str, float]:
     registry = running.sidecar.override_registry
     view = SidecarSnapshot([], [], registry.policy, registry.health, {})
     return {
-        sample.name: sample.value for family in OF_THE_SIDECAR for sample in written(family, view)
+        sample.name: sample.value
+        for family in SIDECAR_FAMILIES
+        for sample in render_family(family, view)
     }
 
 
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch):
     """A file that is gone does not have to stay away for long."""
-    monkeypatch.setattr(policy_watch, "_GONE_LOOKS", 3)
+    monkeypatch.setattr(policy_watch, "_MISSING_CHECKS", 3)
 
 
 async def test_a_file_that_goes_takes_its_policy_with_it(
     tmp_path: Path, mounted: Mounted, soon_gone: None
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         mounted.remove()
-        await until(lambda: not running.sidecar.override_registry.policy.overrides)
-        assert not await listed(running)
+        await wait_until(lambda: not running.sidecar.override_registry.policy.overrides)
+        assert not await list_overrides(running)
         assert (await status(running)).ok
 
 
@@ -225,11 +237,11 @@ async def test_a_sidecar_that_restarts_with_a_bad_file_goes_on_with_what_it_said
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         kept = running.sidecar._settings.state_path / "policy.yaml"
         assert kept.stat().st_mode & 0o777 == 0o640
     mounted.write(BAD)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         assert scheduled(await planned(running))
         assert "at_mots" in (await status(running)).detail
@@ -239,18 +251,18 @@ async def test_a_copy_that_cannot_be_kept_keeps_no_policy_out(
     tmp_path: Path, mounted: Mounted, soon_gone: None
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         registry = running.sidecar.override_registry
         kept = running.sidecar._settings.state_path / "policy.yaml"
         kept.unlink()
         (kept / "in the way").mkdir(parents=True)
         mounted.write(BOUND)
-        await until(lambda: len(registry.policy.overrides) == 1)
+        await wait_until(lambda: len(registry.policy.overrides) == 1)
         mounted.remove()
-        await until(lambda: not registry.policy.overrides)
+        await wait_until(lambda: not registry.policy.overrides)
         mounted.write(SCHEDULE)
-        await until(lambda: len(registry.policy.overrides) == 2)
+        await wait_until(lambda: len(registry.policy.overrides) == 2)
 
 
 @asynccontextmanager
@@ -258,11 +270,11 @@ async def looked_at_by_hand(
     folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[[], Policy | None]]:
     """A sidecar whose watch waits, and what one look of it finds."""
-    monkeypatch.setattr(policy_watch, "LOOK_SECONDS", 3600)
-    async with serving(folder, policy=path) as running:
+    monkeypatch.setattr(policy_watch, "POLL_SECONDS", 3600)
+    async with running_sidecar(folder, policy=path) as running:
         watch = running.sidecar._policy_watch
         assert watch._file is not None
-        yield partial(watch._look, watch._file)
+        yield partial(watch._check_file, watch._file)
 
 
 async def test_a_change_counts_when_two_looks_in_a_row_agree(
@@ -291,11 +303,11 @@ async def test_a_file_that_has_lost_entries_has_to_stay_the_same_for_longer(
     path.write_text(SCHEDULE)
     async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
         path.write_text(SCHEDULE.removesuffix("      - {batch: 5-, gamma: 1}\n"))
-        found = [look() for _ in range(policy_watch._SHORTER_LOOKS)]
-        assert found[:-1] == [None] * (len(found) - 1)
-        assert len(found) > AGREEING_LOOKS
-        assert found[-1] is not None
-        assert len(found[-1].overrides) == 1
+        look_results = [look() for _ in range(policy_watch._SHORTER_CHECKS)]
+        assert look_results[:-1] == [None] * (len(look_results) - 1)
+        assert len(look_results) > EQUAL_READS_MIN
+        assert look_results[-1] is not None
+        assert len(look_results[-1].overrides) == 1
         path.write_text(SCHEDULE)
         # An empty list is the beginning of nothing.
         path.write_text("policies: []\n")
@@ -312,10 +324,10 @@ async def test_a_file_that_is_gone_has_to_stay_away_and_its_directory_has_to_be_
     path.write_text(BOUND)
     async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
         path.unlink()
-        found = [look() for _ in range(policy_watch._GONE_LOOKS)]
-        assert found[:-1] == [None] * (len(found) - 1)
-        assert len(found) > policy_watch._SHORTER_LOOKS
-        assert found[-1] == replace(Policy(path), read_at=ANY)
+        look_results = [look() for _ in range(policy_watch._MISSING_CHECKS)]
+        assert look_results[:-1] == [None] * (len(look_results) - 1)
+        assert len(look_results) > policy_watch._SHORTER_CHECKS
+        assert look_results[-1] == replace(Policy(path), read_at=ANY)
         folder.rmdir()
         unmounted = look()
         assert unmounted is not None
@@ -337,8 +349,8 @@ async def test_an_empty_or_half_written_file_ends_nothing(
         assert refused.error
         assert [override.override_id for override in refused.overrides] == ["policy:bound"]
     # Nor does it after a restart.
-    async with serving(tmp_path, policy=path) as running:
-        assert list(await listed(running)) == ["policy:bound"]
+    async with running_sidecar(tmp_path, policy=path) as running:
+        assert list(await list_overrides(running)) == ["policy:bound"]
         assert not (await status(running)).ok
 
 
@@ -346,13 +358,13 @@ async def test_a_start_without_the_file_goes_on_with_the_copy_until_it_is_gone_f
     tmp_path: Path, mounted: Mounted, soon_gone: None
 ):
     mounted.write(BOUND)
-    async with serving(tmp_path, policy=mounted.path):
+    async with running_sidecar(tmp_path, policy=mounted.path):
         pass
     mounted.remove()
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         registry = running.sidecar.override_registry
         assert [override.override_id for override in registry.policy.overrides] == ["policy:bound"]
-        await until(lambda: not registry.policy.overrides)
+        await wait_until(lambda: not registry.policy.overrides)
         assert not (running.sidecar._settings.state_path / "policy.yaml").exists()
 
 
@@ -361,7 +373,7 @@ async def test_a_change_that_could_not_be_put_into_force_is_not_forgotten(
 ):
     path = tmp_path / "policy.yaml"
     path.write_text(BOUND)
-    async with serving(tmp_path, policy=path) as running:
+    async with running_sidecar(tmp_path, policy=path) as running:
         registry = running.sidecar.override_registry
         use = registry.use_policy
         failures: list[Policy] = []
@@ -374,58 +386,60 @@ async def test_a_change_that_could_not_be_put_into_force_is_not_forgotten(
 
         monkeypatch.setattr(registry, "use_policy", fail_once)
         path.write_text(BOUND.replace("at_most: 2", "at_most: 1"))
-        await until(lambda: registry.policy.overrides[0].rule.gamma_max == 1)
+        await wait_until(lambda: registry.policy.overrides[0].rule.gamma_max == 1)
         assert failures
         # Then it is done with: it is not put into force again and again.
         watch = running.sidecar._policy_watch
-        await until(lambda: watch._file is not None and watch._judged == watch._file.found)
+        await wait_until(
+            lambda: watch._file is not None and watch._last_processed == watch._file.snapshot
+        )
 
 
 async def test_a_first_start_with_a_bad_file_is_refused(tmp_path: Path, mounted: Mounted):
     mounted.write(BAD)
     with pytest.raises(PolicyFileError, match="line 2: at_mots is not a key"):
-        async with serving(tmp_path, policy=mounted.path):
+        async with running_sidecar(tmp_path, policy=mounted.path):
             pass
     with pytest.raises(PolicyFileError, match="there is no directory"):
-        async with serving(tmp_path, policy=tmp_path / "away" / "policy.yaml"):
+        async with running_sidecar(tmp_path, policy=tmp_path / "away" / "policy.yaml"):
             pass
 
 
 async def test_without_a_file_in_its_directory_there_is_no_policy_until_one_comes(
     tmp_path: Path, mounted: Mounted
 ):
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
         assert (await status(running)).ok
-        assert not await listed(running)
+        assert not await list_overrides(running)
         mounted.write(BOUND)
-        await until(lambda: running.sidecar.override_registry.policy.overrides)
+        await wait_until(lambda: running.sidecar.override_registry.policy.overrides)
         assert max((await planned(running)).values()) <= 2
 
 
 async def test_without_the_setting_nothing_is_said_of_a_policy(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+    async with running_sidecar(tmp_path) as running:
+        answer = await with_timeout(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
         assert not answer.HasField("policy")
         assert "speculation_policy_ok" not in measured(running)
 
 
 async def test_nobody_sets_or_clears_policy_by_a_call(tmp_path: Path, mounted: Mounted):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path) as running:
         await running.introduce()
-        code, why = await failure(clear(running, "policy:day:1"))
+        code, message = await failure(clear_override(running, "policy:day:1"))
         assert code is grpc.StatusCode.NOT_FOUND
-        assert str(mounted.path) in why
-        code, why = await failure(set_(running, name="policy:mine", gamma=1))
+        assert str(mounted.path) in message
+        code, message = await failure(set_override(running, name="policy:mine", gamma=1))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "file-based policy" in why
+        assert "file-based policy" in message
         # What only the sidecar sets is ignored in a request.
-        request = asked(off=True)
+        request = make_override_request(off=True)
         request.override.from_file = True
-        answer = await soon(running.policy.SetOverride(request))
+        answer = await with_timeout(running.policy.SetOverride(request))
         assert not answer.held.override.from_file
-        assert not (await listed(running))["o1"].override.from_file
+        assert not (await list_overrides(running))["o1"].override.from_file
 
 
 async def test_a_recording_carries_it_and_replays_to_the_same_plans(
@@ -433,19 +447,19 @@ async def test_a_recording_carries_it_and_replays_to_the_same_plans(
 ):
     mounted.write(SCHEDULE)
     records = tmp_path / "record"
-    async with serving(tmp_path, policy=mounted.path, record_directory=records) as running:
+    async with running_sidecar(tmp_path, policy=mounted.path, record_directory=records) as running:
         stream = SteerClient(running, await running.introduce())
         for step in range(40):
             await stream.send(report_message(step, gamma=3, accepted_counts=[1, 1, 2, 0]))
-        await set_(running, scope=FLEET, gamma=1)
-        await until(lambda: next(iter(running.sidecar.registry)).core.reports == 40)
+        await set_override(running, scope=FLEET, gamma=1)
+        await wait_until(lambda: next(iter(running.sidecar.registry)).core.reports == 40)
         mounted.write(BOUND)
         registry = running.sidecar.override_registry
-        await until(lambda: len(registry.policy.overrides) == 1)
-    verdict = replay(find(records))
+        await wait_until(lambda: len(registry.policy.overrides) == 1)
+    verdict = replay(find_recording(records))
     assert verdict.is_same
-    (path,) = find(records).paths
-    part = RecordingPart(path)
+    (path,) = find_recording(records).paths
+    part = SegmentReader(path)
     assert {override.from_file for override in part.opening.overrides} == {True}
-    changes = [it.told[0] for it in part.moments() if it.kind == "overrides"]
+    changes = [it.arguments[0] for it in part.events() if it.kind == "overrides"]
     assert [{override.from_file for override in them} for them in changes] == [{True, False}] * 2

@@ -32,9 +32,9 @@ def test_files_and_directories_are_read(tmp_path: Path):
     profile_registry.load([directory, single])
     assert len(profile_registry) == 3
     for name in "abc":
-        found = profile_registry.find(engine(name))
-        assert found is not None
-        assert found.fingerprint.target_model == name
+        chosen_profile = profile_registry.find(engine(name))
+        assert chosen_profile is not None
+        assert chosen_profile.fingerprint.target_model == name
 
 
 @pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
@@ -44,18 +44,18 @@ def test_of_two_files_for_one_engine_the_later_measured_is_used(
     measured = {"old": make_profile(measured_at="2029"), "new": make_profile(measured_at="2031")}
     profile_registry = ProfileRegistry()
     profile_registry.load([write(tmp_path, name, measured[name]) for name in order])
-    found = profile_registry.find(engine())
-    assert found is not None
-    assert found.measured_at == "2031"
+    chosen_profile = profile_registry.find(engine())
+    assert chosen_profile is not None
+    assert chosen_profile.measured_at == "2031"
 
 
 def test_an_installed_profile_goes_before_every_file(tmp_path: Path):
     profile_registry = ProfileRegistry()
     profile_registry.load([write(tmp_path, "a", make_profile(measured_at="2031"))])
     profile_registry.add(make_profile(measured_at="2029"))
-    found = profile_registry.find(engine())
-    assert found is not None
-    assert found.measured_at == "2029"
+    chosen_profile = profile_registry.find(engine())
+    assert chosen_profile is not None
+    assert chosen_profile.measured_at == "2029"
     assert len(profile_registry) == 1
 
 
@@ -74,10 +74,11 @@ def test_no_other_engines_profile_is_ever_used():
     profile_registry = ProfileRegistry()
     profile_registry.add(make_profile("another"))
     assert profile_registry.find(engine()) is None
-    assert "target_model is 'another' in the profile and 'target'" in profile_registry.why_none(
-        engine()
+    assert (
+        "target_model is 'another' in the profile and 'target'"
+        in profile_registry.missing_profile_reason(engine())
     )
-    assert "no profile is loaded" in ProfileRegistry().why_none(engine())
+    assert "no profile is loaded" in ProfileRegistry().missing_profile_reason(engine())
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,19 @@ from urllib.request import urlopen
 import pytest
 
 from controller.service.net.errors import InvalidQuestionError
-from controller.service.net.limits import Turns
+from controller.service.net.limits import FairQueue
 from controller.service.views import fleet_filter
-from controller.service.views.fleet_filter import FILTER_MAX, FILTER_WORDS_MAX, FleetSearch
+from controller.service.views.fleet_filter import (
+    FILTER_CHARACTERS_MAX,
+    FILTER_WORDS_MAX,
+    FleetSearch,
+)
 from controller.service.views.fleet_summary import EngineSummary
 from controller.service.views.fleet_view import Fleet, FleetEngine, totals_of
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
-from tests.support.error_details import failed
-from tests.support.service_harness import PATIENCE_SECONDS, serving, soon
+from tests.support.error_details import failure_details
+from tests.support.service_harness import PATIENCE_SECONDS, running_sidecar, with_timeout
 
 ENGINES = 2000
 
@@ -55,21 +59,21 @@ class Looked:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
+def fleets_selected(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
     """The fleets that selections have been made of."""
-    found: list[Fleet] = []
-    select = fleet_filter._selecting
+    fleets: list[Fleet] = []
+    select = fleet_filter._select_engines
 
     def counted(fleet: Fleet, matches: fleet_filter._Matches):
-        found.append(fleet)
+        fleets.append(fleet)
         return select(fleet, matches)
 
-    monkeypatch.setattr(fleet_filter, "_selecting", counted)
-    return found
+    monkeypatch.setattr(fleet_filter, "_select_engines", counted)
+    return fleets
 
 
 def search(looked: Looked) -> FleetSearch:
-    return FleetSearch(looked, Turns(100))  # type: ignore[arg-type]  # all that it asks of a view
+    return FleetSearch(looked, FairQueue(100))  # type: ignore[arg-type]  # all that it asks of a view
 
 
 def ids(engines: Sequence[FleetEngine]) -> list[str]:
@@ -94,61 +98,61 @@ def ids(engines: Sequence[FleetEngine]) -> list[str]:
 )
 async def test_a_filter_selects_what_all_words_match(text: str, count: int):
     looked = Looked(view())
-    found = await search(looked).select(text)
-    assert len(found.engines) == len(found.keys) == count
-    assert found.totals == totals_of(found.engines)
+    selection = await search(looked).select(text)
+    assert len(selection.engines) == len(selection.keys) == count
+    assert selection.totals == totals_of(selection.engines)
 
 
-async def test_the_same_question_is_answered_once(made: list[Fleet]):
+async def test_the_same_question_is_answered_once(fleets_selected: list[Fleet]):
     looked = Looked(view())
     asked = search(looked)
-    found = await asyncio.gather(*(asked.select("even") for _ in range(20)))
-    assert len({id(one) for one in found}) == len(made) == 1
+    selections = await asyncio.gather(*(asked.select("even") for _ in range(20)))
+    assert len({id(one) for one in selections}) == len(fleets_selected) == 1
     await asked.select("odd")
     await asked.select("even")
-    assert len(made) == 2
+    assert len(fleets_selected) == 2
     # Of other engines it is another question.
     looked.fleet = view(10)
     assert len((await asked.select("even")).engines) == 5
-    assert len(made) == 3
+    assert len(fleets_selected) == 3
 
 
 async def test_selections_that_are_kept_are_few():
     looked = Looked(view(10))
     asked = search(looked)
-    for number in range(3 * fleet_filter._KEPT_MAX):
+    for number in range(3 * fleet_filter._SELECTIONS_MAX):
         await asked.select(f"word-{number}")
-    assert len(asked._kept) <= fleet_filter._KEPT_MAX
+    assert len(asked._selections) <= fleet_filter._SELECTIONS_MAX
 
 
 async def test_a_page_follows_its_token():
-    found = await search(Looked(view(10))).select("even")
-    assert ids(found.after("", 2)) == ["Engine-00000", "Engine-00002"]
-    assert ids(found.after(found.keys[1], 2)) == ["Engine-00004", "Engine-00006"]
-    assert ids(found.after("Engine-00007", 5)) == ["Engine-00008"]
-    assert not found.after("z", 5)
+    selection = await search(Looked(view(10))).select("even")
+    assert ids(selection.engines_after("", 2)) == ["Engine-00000", "Engine-00002"]
+    assert ids(selection.engines_after(selection.keys[1], 2)) == ["Engine-00004", "Engine-00006"]
+    assert ids(selection.engines_after("Engine-00007", 5)) == ["Engine-00008"]
+    assert not selection.engines_after("z", 5)
 
 
 TOO_MUCH = {
     "words": " ".join("e" for _ in range(FILTER_WORDS_MAX + 1)),
-    "characters": "e" * (FILTER_MAX + 1),
+    "characters": "e" * (FILTER_CHARACTERS_MAX + 1),
 }
 
 
 @pytest.mark.parametrize("what", TOO_MUCH)
-async def test_a_filter_is_bounded(tmp_path: Path, what: str, made: list[Fleet]):
+async def test_a_filter_is_bounded(tmp_path: Path, what: str, fleets_selected: list[Fleet]):
     with pytest.raises(InvalidQuestionError, match=what):
         await search(Looked(view(1))).select(TOO_MUCH[what])
     port = free_port()
-    async with serving(tmp_path, page_port=port) as running:
+    async with running_sidecar(tmp_path, page_port=port) as running:
         request = service_pb2.ListFleetRequest(filter=TOO_MUCH[what])
-        refusal = await failed(running.inspection.ListFleet(request))
+        refusal = await failure_details(running.inspection.ListFleet(request))
         assert (refusal.field, refusal.reason) == ("filter", "INVALID_REQUEST")
         url = f"http://127.0.0.1:{port}/api/v1/fleet?filter={quote(TOO_MUCH[what])}"
         with pytest.raises(HTTPError) as error:
-            await soon(asyncio.to_thread(urlopen, url, timeout=PATIENCE_SECONDS))
+            await with_timeout(asyncio.to_thread(urlopen, url, timeout=PATIENCE_SECONDS))
         with error.value as answer:
             assert answer.code == 400
         request = service_pb2.ListFleetRequest(filter=" ".join("e" * FILTER_WORDS_MAX))
-        await soon(running.inspection.ListFleet(request))
-    assert len(made) == 1
+        await with_timeout(running.inspection.ListFleet(request))
+    assert len(fleets_selected) == 1

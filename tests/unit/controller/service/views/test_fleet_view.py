@@ -22,13 +22,13 @@ from speculation.v1 import service_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     SteerClient,
     failure,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 INDEX = "{speculation:1}:fleet"
@@ -44,8 +44,8 @@ def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 def server(running_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
     """An empty one, of whose sidecars everything comes quickly."""
     monkeypatch.setattr(fleet_summary, "PUBLISH_SECONDS", 0.2)
-    monkeypatch.setattr(fleet_view, "_SECONDS", 0.05)
-    monkeypatch.setattr(status_cache, "_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_view, "_REFRESH_SECONDS", 0.05)
+    monkeypatch.setattr(status_cache, "_REFRESH_SECONDS", 0.05)
     with running_server.client() as client:
         client.flushall()
     return running_server
@@ -54,28 +54,30 @@ def server(running_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Redi
 @asynccontextmanager
 async def fleet(
     folder: Path, server: RedisServer, count: int = 2, **settings: Any
-) -> AsyncIterator[list[Running]]:
+) -> AsyncIterator[list[RunningSidecar]]:
     async with AsyncExitStack() as stack:
         sidecars = []
         for number in range(count):
             own = folder / f"pod-{number}"
             own.mkdir(exist_ok=True)
             sidecars.append(
-                await stack.enter_async_context(serving(own, redis_url=server.url, **settings))
+                await stack.enter_async_context(
+                    running_sidecar(own, redis_url=server.url, **settings)
+                )
             )
         yield sidecars
 
 
-async def seen(running: Running, condition: Callable[[Fleet], Any]) -> Fleet:
+async def seen(running: RunningSidecar, condition: Callable[[Fleet], Any]) -> Fleet:
     """The first look at the fleet that the condition holds for."""
     view = running.sidecar._fleet_view
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition(fleet := await view.look()):  # noqa: ASYNC110  # it is in Redis
+        while not condition(fleet := await view.current_view()):  # noqa: ASYNC110  # it is in Redis
             await asyncio.sleep(0.02)
     return fleet
 
 
-def counted(running: Running) -> FleetCounts:
+def counted(running: RunningSidecar) -> FleetCounts:
     counts = running.sidecar._fleet_view.counts
     assert counts is not None
     return counts
@@ -84,8 +86,8 @@ def counted(running: Running) -> FleetCounts:
 def scraped(port: int) -> dict[str, float]:
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as answer:
         lines = str(answer.read(), "utf-8").splitlines()
-    found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in found}
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
 
 
 def ids(fleet: Fleet) -> list[str]:
@@ -131,21 +133,32 @@ async def test_two_sidecars_see_one_another(tmp_path: Path, server: RedisServer)
         await two.introduce("engine-b")
         both = ["engine-a", "engine-b"]
         for running, local in ((one, "engine-a"), (two, "engine-b")):
-            found = await seen(running, lambda f: ids(f) == both and f.engines[0].link == "steered")
-            assert (found.shared, found.trouble, found.refused, found.left_out) == (True, "", 0, 0)
-            assert [e.summary.engine_id for e in found.engines if e.local] == [local]
-        told = found.engines[0].summary
-        assert (told.batch_size, told.drafter, told.target_model) == (4, "mtp", "target")
-        assert told.gain is not None
-        assert found.engines[1].link == "away"
-        assert totals_of(found.engines).sidecars == 2
+            snapshot = await seen(
+                running, lambda f: ids(f) == both and f.engines[0].link == "steered"
+            )
+            assert (snapshot.shared, snapshot.trouble, snapshot.refused, snapshot.left_out) == (
+                True,
+                "",
+                0,
+                0,
+            )
+            assert [e.summary.engine_id for e in snapshot.engines if e.local] == [local]
+        engine_summary = snapshot.engines[0].summary
+        assert (engine_summary.batch_size, engine_summary.drafter, engine_summary.target_model) == (
+            4,
+            "mtp",
+            "target",
+        )
+        assert engine_summary.gain is not None
+        assert snapshot.engines[1].link == "away"
+        assert totals_of(snapshot.engines).sidecars == 2
 
 
 async def test_a_sidecar_that_stops_takes_its_engines_along(tmp_path: Path, server: RedisServer):
     async with fleet(tmp_path, server, 1) as (one,):
         own = tmp_path / "other"
         own.mkdir()
-        async with serving(own, redis_url=server.url) as two:
+        async with running_sidecar(own, redis_url=server.url) as two:
             await two.introduce("engine-b")
             await seen(one, lambda f: ids(f) == ["engine-b"])
         await seen(one, lambda f: not f.engines)
@@ -179,10 +192,10 @@ async def test_a_sidecar_that_is_not_heard_of_is_silent_and_its_return_ends_that
     async with fleet(tmp_path, server, 1) as (one,):
         put(server, "ab", body(summary("engine-b")), age_seconds=10.0)
         put(server, "cd", body(summary("engine-c", generated_per_second=100.0)), age_seconds=21.0)
-        found = await seen(one, lambda f: len(f.engines) == 2)
-        assert [engine.link for engine in found.engines] == ["steered", "silent"]
-        assert found.engines[1].age_seconds > 20.0
-        totals = totals_of(found.engines)
+        snapshot = await seen(one, lambda f: len(f.engines) == 2)
+        assert [engine.link for engine in snapshot.engines] == ["steered", "silent"]
+        assert snapshot.engines[1].age_seconds > 20.0
+        totals = totals_of(snapshot.engines)
         assert (totals.steered, totals.silent, totals.generated_per_second) == (1, 1, 300.0)
         # Its next process, on the same host.
         put(server, "ef", body(summary("engine-c")))
@@ -199,14 +212,14 @@ async def test_without_redis_ones_own_engines_are_still_shown_and_nobody_waits(
         await seen(one, lambda f: len(f.engines) == 2)
         server.kill()
         try:
-            found = await seen(one, lambda f: f.trouble)
-            assert ids(found) == ["engine-a"]
-            assert "the store is unavailable" in found.trouble
-            await until(lambda: counted(one).failed)
+            snapshot = await seen(one, lambda f: f.trouble)
+            assert ids(snapshot) == ["engine-a"]
+            assert "the store is unavailable" in snapshot.trouble
+            await wait_until(lambda: counted(one).failed)
             assert (await one.status("engine-a")).engine.engine_id == "engine-a"
         finally:
             server.start()
-        found = await seen(one, lambda f: not f.trouble and len(f.engines) == 2)
+        snapshot = await seen(one, lambda f: not f.trouble and len(f.engines) == 2)
 
 
 async def test_a_redis_that_hangs_keeps_no_look_waiting(
@@ -218,12 +231,12 @@ async def test_a_redis_that_hangs_keeps_no_look_waiting(
         server.pause()
         try:
             # What is seen while the answer is awaited still has no trouble.
-            monkeypatch.setattr(fleet_view, "_PATIENCE_SECONDS", 0.0)
+            monkeypatch.setattr(fleet_view, "_STORE_WAIT_SECONDS", 0.0)
             await asyncio.sleep(0.1)
-            found = await one.sidecar._fleet_view.look()
-            assert (ids(found), found.trouble) == (["engine-a"], "")
-            found = await seen(one, lambda f: f.trouble)
-            assert "does not answer in time" in found.trouble
+            snapshot = await one.sidecar._fleet_view.current_view()
+            assert (ids(snapshot), snapshot.trouble) == (["engine-a"], "")
+            snapshot = await seen(one, lambda f: f.trouble)
+            assert "does not answer in time" in snapshot.trouble
         finally:
             server.resume()
         await seen(one, lambda f: not f.trouble)
@@ -237,12 +250,12 @@ async def test_the_call_lists_the_fleet_and_narrows_it(tmp_path: Path, server: R
 
         async def ask(words: str = "") -> service_pb2.ListFleetResponse:
             request = service_pb2.ListFleetRequest(filter=words)
-            return await soon(two.inspection.ListFleet(request))
+            return await with_timeout(two.inspection.ListFleet(request))
 
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len((found := await ask()).engines) < 3:  # noqa: ASYNC110  # it is in Redis
+            while len((response := await ask()).engines) < 3:  # noqa: ASYNC110  # it is in Redis
                 await asyncio.sleep(0.02)
-        a, b, c = found.engines
+        a, b, c = response.engines
         assert (a.engine_id, a.local, a.link) == ("engine-a", False, "away")
         # Two sidecars may have engines of one name.
         assert [(e.engine_id, e.sidecar) for e in (b, c)] == [
@@ -251,10 +264,10 @@ async def test_the_call_lists_the_fleet_and_narrows_it(tmp_path: Path, server: R
         ]
         assert (list(b.overrides), b.more_overrides, b.accept_length) == (["night"], 2, 2.5)
         assert (b.tokens_gained_per_second, c.tokens_gained_per_second) == (100.0, -300.0)
-        totals = found.totals
+        totals = response.totals
         assert (totals.engines, totals.sidecars, totals.off, totals.overridden) == (3, 3, 1, 1)
         assert totals.tokens_gained_per_second == -200.0
-        assert (found.shared, found.trouble) == (True, "")
+        assert (response.shared, response.trouble) == (True, "")
         for words, count in {
             "sidecar=pod-9": 1,
             "override=night": 1,
@@ -320,10 +333,10 @@ async def test_what_somebody_else_wrote_is_skipped_and_counted(tmp_path: Path, s
         put(server, "no source", body(summary("of-no-source")))
         put(server, "b" * 33, body(summary("of-a-long-source")))
         expected = len(POISON) + len(BAD_ENGINES) + 4
-        found = await seen(one, lambda f: f.engines and f.refused == expected)
-        assert ids(found) == ["good"]
-        assert found.engines[0].summary == summary("good")
-        await until(lambda: counted(one).written)
+        snapshot = await seen(one, lambda f: f.engines and f.refused == expected)
+        assert ids(snapshot) == ["good"]
+        assert snapshot.engines[0].summary == summary("good")
+        await wait_until(lambda: counted(one).written)
         metrics = await asyncio.to_thread(scraped, port)
         assert metrics["speculation_fleet_refused_entries_total"] >= expected
         assert metrics['speculation_fleet_summaries_total{outcome="written"}'] >= 1
@@ -339,8 +352,8 @@ def test_each_bad_text_is_refused_by_itself(name: str):
 @pytest.mark.parametrize("name", BAD_ENGINES)
 def test_each_bad_engine_is_refused_by_itself(name: str):
     engines = [GOOD, BAD_ENGINES[name], GOOD | {"engine_id": "other"}]
-    _, found, refused = decode_summary(json.dumps(HEAD | {"engines": engines}).encode())
-    assert [engine.engine_id for engine in found] == ["good", "other"]
+    _, decoded_engines, refused = decode_summary(json.dumps(HEAD | {"engines": engines}).encode())
+    assert [engine.engine_id for engine in decoded_engines] == ["good", "other"]
     assert refused == 1
 
 
@@ -348,8 +361,10 @@ async def test_a_key_of_another_kind_is_named(tmp_path: Path, server: RedisServe
     with server.client() as client:
         client.set(INDEX, "x")
         async with fleet(tmp_path, server, 1) as (one,):
-            found = await seen(one, lambda f: f.trouble and f.trouble != fleet_view._NOT_READ)
-            assert f"key {INDEX} is a string" in found.trouble
+            snapshot = await seen(
+                one, lambda f: f.trouble and f.trouble != fleet_view._NOT_READ_REASON
+            )
+            assert f"key {INDEX} is a string" in snapshot.trouble
             # Nothing else of the store is affected.
             assert one.sidecar.override_registry.health.ok
             client.delete(INDEX)
@@ -361,7 +376,7 @@ async def test_a_clock_of_redis_that_was_ahead_leaves_nothing_behind(
 ):
     put(server, "ab", body(summary("engine-b")), age_seconds=-1e6)
     async with fleet(tmp_path, server, 1) as (one,):
-        await until(lambda: counted(one).written)
+        await wait_until(lambda: counted(one).written)
         assert not (await seen(one, lambda f: not f.trouble)).engines
 
 
@@ -372,12 +387,12 @@ async def test_two_hundred_sidecars_and_one_with_two_hundred_engines(
         for number in range(200):
             put(server, f"{number:016x}", body(summary(f"engine-{number}")))
         put(server, "ff", body(*(summary(f"of-one-{number}") for number in range(200))))
-        found = await seen(one, lambda f: len(f.engines) == 400)
-        totals = totals_of(found.engines)
+        snapshot = await seen(one, lambda f: len(f.engines) == 400)
+        totals = totals_of(snapshot.engines)
         assert (totals.engines, totals.sidecars, totals.steered) == (400, 201, 400)
         assert totals.generated_per_second == pytest.approx(400 * 300.0)
         assert totals.tokens_gained_per_second == pytest.approx(400 * 100.0)
-        assert (found.refused, found.left_out) == (0, 0)
+        assert (snapshot.refused, snapshot.left_out) == (0, 0)
 
 
 async def test_engines_beyond_what_a_view_holds_are_counted(
@@ -388,8 +403,8 @@ async def test_engines_beyond_what_a_view_holds_are_counted(
         for number in range(40):
             put(server, f"{number:016x}", body(summary(f"engine-{number:03}")))
         put(server, "ff", body(*(summary(f"of-one-{number}") for number in range(50))))
-        found = await seen(one, lambda f: len(f.engines) + f.left_out == 90)
-        assert len(found.engines) == 30
+        snapshot = await seen(one, lambda f: len(f.engines) + f.left_out == 90)
+        assert len(snapshot.engines) == 30
 
 
 async def test_no_look_reads_more_bytes_than_it_may(
@@ -400,8 +415,8 @@ async def test_no_look_reads_more_bytes_than_it_may(
         for number in range(120):
             put(server, f"{number:016x}", body(summary(f"engine-{number:03}")))
         # A hundred texts are asked for at once, perhaps its own one among them.
-        found = await seen(one, lambda f: len(f.engines) + f.left_out == 120)
-        assert len(found.engines) in {99, 100}
+        snapshot = await seen(one, lambda f: len(f.engines) + f.left_out == 120)
+        assert len(snapshot.engines) in {99, 100}
 
 
 def test_a_text_keeps_to_its_bounds_and_says_what_it_leaves_out():
@@ -409,12 +424,12 @@ def test_a_text_keeps_to_its_bounds_and_says_what_it_leaves_out():
     engines = [summary(name[: -len(str(n))] + str(n), target_model="é" * 200) for n in range(1100)]
     text = body(*engines)
     assert len(text) <= redis_summaries.TEXT_BYTES_MAX
-    head, found, refused = decode_summary(text)
+    head, decoded_engines, refused = decode_summary(text)
     assert refused == 0
-    assert 0 < head.left_out == 1100 - len(found)
-    assert found == engines[: len(found)]
-    head, found, _ = decode_summary(body(*(summary(str(n)) for n in range(1100))))
-    assert (len(found), head.left_out) == (1024, 76)
+    assert 0 < head.left_out == 1100 - len(decoded_engines)
+    assert decoded_engines == engines[: len(decoded_engines)]
+    head, decoded_engines, _ = decode_summary(body(*(summary(str(n)) for n in range(1100))))
+    assert (len(decoded_engines), head.left_out) == (1024, 76)
 
 
 def test_totals_count_each_engine_once():

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance import warm_start
-from controller.core.acceptance.warm_start import Belief
+from controller.core.acceptance.warm_start import AcceptanceSnapshot
 from controller.core.clock import VirtualClock
-from controller.core.engine.checkpoint import capture
+from controller.core.engine.checkpoint import capture_state
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm
 from controller.core.plan import Plan
@@ -22,36 +22,36 @@ from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import StepReport
 from controller.recording.checkpoint_messages import state_to_proto
 from controller.service.metrics.family import samples
-from controller.service.metrics.server import OF_AN_ENGINE
+from controller.service.metrics.server import ENGINE_FAMILIES
 from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import EngineSnapshot, engine_detail
 from controller.wire.explanations import explain, explanation_to_proto
-from controller.wire.override_effects import preview
+from controller.wire.override_effects import preview_plan
 from tests.support.recorded_events import TRAINING, EventfulEngine, full_spec, override
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
 SPLIT = tuple(replace(pin, max_batch_size=6) for pin in PINS)
-WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
+WARM = [AcceptanceSnapshot("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
 
 
 def scrape(session: EngineSession) -> object:
-    view = EngineSnapshot.of(session)
-    return [samples(family, view) for family in OF_AN_ENGINE]
+    view = EngineSnapshot.from_session(session)
+    return [samples(family, view) for family in ENGINE_FAMILIES]
 
 
 def page(session: EngineSession) -> object:
-    return engine_detail(EngineSnapshot.of(session))
+    return engine_detail(EngineSnapshot.from_session(session))
 
 
 READERS: dict[str, Callable[[EngineSession], object]] = {
     "explain": lambda session: explain(session.core),
     "explain another batch": lambda session: explain(session.core, 20),
     "explain as a message": lambda session: explanation_to_proto(explain(session.core)),
-    "preview": lambda session: preview(session.core, PINS),
-    "preview of other rows": lambda session: preview(session.core, SPLIT),
-    "preview without overrides": lambda session: preview(session.core, []),
-    "beliefs": lambda session: warm_start.to_json(session.core.beliefs()),
-    "plan": lambda session: (session.core.current_plan(), session.core.decide(4)),
+    "preview": lambda session: preview_plan(session.core, PINS),
+    "preview of other rows": lambda session: preview_plan(session.core, SPLIT),
+    "preview without overrides": lambda session: preview_plan(session.core, []),
+    "beliefs": lambda session: warm_start.to_json(session.core.acceptance_snapshots()),
+    "plan": lambda session: (session.core.current_plan(), session.core.row_for_batch(4)),
     "metrics": scrape,
     "page": page,
     "capture": lambda session: bits(session.core),
@@ -59,7 +59,7 @@ READERS: dict[str, Callable[[EngineSession], object]] = {
 
 
 def bits(core: EngineController) -> bytes:
-    return state_to_proto(capture(core)).SerializeToString(deterministic=True)
+    return state_to_proto(capture_state(core)).SerializeToString(deterministic=True)
 
 
 class Watched:
@@ -102,8 +102,8 @@ class Driven(EventfulEngine):
     def attend(self) -> None:
         training = self.session.core.updates.training
         assert training is not None
-        training.attended = not training.attended
-        training.keep(5)
+        training.is_trainer_connected = not training.is_trainer_connected
+        training.record_stored_signals(5)
 
     def configure(self, margin: float) -> None:
         now = self.session.core._settings
@@ -118,9 +118,9 @@ ACTIONS: dict[str, Callable[[Driven], Any]] = {
     "pin": lambda engine: engine.session.core.set_overrides(PINS),
     "split": lambda engine: engine.session.core.set_overrides(SPLIT),
     "free": lambda engine: engine.session.core.set_overrides([]),
-    "force": lambda engine: engine.session.core.force(Arm("dflash", 3)),
-    "release": lambda engine: engine.session.core.force(None),
-    "warm": lambda engine: engine.session.begin_from(WARM, "elsewhere"),
+    "force": lambda engine: engine.session.core.force_arm(Arm("dflash", 3)),
+    "release": lambda engine: engine.session.core.force_arm(None),
+    "warm": lambda engine: engine.session.warm_start_from(WARM, "elsewhere"),
     "configure": lambda engine: engine.configure(0.05),
     "attend": Driven.attend,
     "wait": lambda engine: engine.clock.advance(3.0),
@@ -163,9 +163,9 @@ def busy() -> Driven:
 def test_a_reader_says_the_same_twice_and_leaves_everything_as_it_was(name, busy):
     session, read = busy.session, READERS[name]
     before = pickle.dumps((session.core, session.counters, session.plan_log))
-    said = read(session)
+    first_reading = read(session)
     assert pickle.dumps((session.core, session.counters, session.plan_log)) == before
-    assert read(session) == said
+    assert read(session) == first_reading
 
 
 def test_an_explanation_is_of_the_last_decision_until_the_next_one(busy):

@@ -13,12 +13,12 @@ from controller.service.net.errors import AddressTakenError
 from lab.harness.processes import free_port
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     SteerClient,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 
@@ -34,10 +34,10 @@ def _ask(port: int, path: str, method: str, headers: Mapping[str, str]) -> tuple
 
 async def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, bytes]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return await soon(asyncio.to_thread(_ask, port, path, method, named))
+    return await with_timeout(asyncio.to_thread(_ask, port, path, method, named))
 
 
-async def steered(running: Running, *reports: Any) -> SteerClient:
+async def steered(running: RunningSidecar, *reports: Any) -> SteerClient:
     stream = SteerClient(running, await running.introduce())
     await stream.send(*(reports or [report_message(1)]))
     await stream.plan()
@@ -46,7 +46,7 @@ async def steered(running: Running, *reports: Any) -> SteerClient:
 
 async def test_every_answer_forbids_all_that_the_page_does_not_need(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port):
+    async with running_sidecar(tmp_path, page_port=port):
         for path in (
             "/",
             "/page.js",
@@ -64,7 +64,7 @@ async def test_every_answer_forbids_all_that_the_page_does_not_need(tmp_path: Pa
 
 async def test_it_is_read_only(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port):
+    async with running_sidecar(tmp_path, page_port=port):
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             status, headers, _ = await ask(port, "/api/v1/state", method)
             assert (status, headers["Allow"]) == (405, "GET, HEAD")
@@ -72,7 +72,7 @@ async def test_it_is_read_only(tmp_path: Path):
         assert int(headers["Content-Length"]) == len(body) > 1000
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"HEAD /page.js HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        head = await soon(reader.read())
+        head = await with_timeout(reader.read())
         writer.close()
         assert f"Content-Length: {len(body)}".encode() in head
         assert head.endswith(b"\r\n\r\n")
@@ -89,7 +89,7 @@ async def test_a_name_that_was_made_to_point_here_is_not_served(tmp_path: Path):
         "[",
         "evil.example:80@localhost.",
     )
-    async with serving(tmp_path, page_port=port):
+    async with running_sidecar(tmp_path, page_port=port):
         for host in own:
             assert (await ask(port, "/api/v1/state", Host=host))[0] == 200, host
         for host in others:
@@ -99,13 +99,13 @@ async def test_a_name_that_was_made_to_point_here_is_not_served(tmp_path: Path):
 
 async def test_on_another_address_any_name_is_served(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port, page_host="0.0.0.0"):
+    async with running_sidecar(tmp_path, page_port=port, page_host="0.0.0.0"):
         assert (await ask(port, "/api/v1/state", Host="pod.example"))[0] == 200
 
 
 async def test_what_has_not_changed_is_not_sent_again(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port):
+    async with running_sidecar(tmp_path, page_port=port):
         _, headers, _ = await ask(port, "/page.js")
         status, _, body = await ask(port, "/page.js", If_None_Match=headers["ETag"])
         assert (status, body) == (304, b"")
@@ -114,7 +114,7 @@ async def test_what_has_not_changed_is_not_sent_again(tmp_path: Path):
 
 async def test_paths_lead_nowhere_else(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port):
+    async with running_sidecar(tmp_path, page_port=port):
         for path in ("/../settings.py", "/page.js/..", "/%2e%2e/settings.py", "/api/v1", "//etc"):
             assert (await ask(port, path))[0] == 404
         assert (await ask(port, "/api/v1/engine?id=nobody"))[0] == 404
@@ -129,39 +129,39 @@ async def test_it_shows_a_bound_on_the_time_per_token_if_there_is_one(
     tmp_path: Path, ceiling: float
 ):
     port = free_port()
-    async with serving(
+    async with running_sidecar(
         tmp_path, page_port=port, planner={"tpot_ceiling_seconds": ceiling}
     ) as running:
         await steered(running)
         _, _, body = await ask(port, "/api/v1/engine?id=engine-0")
         bound = json.loads(body)["evidence"]["bound"]
-        told = await running.explain()
-        assert (bound is not None) is told.HasField("bound") is (ceiling > 0)
+        explanation = await running.explain()
+        assert (bound is not None) is explanation.HasField("bound") is (ceiling > 0)
         if bound is not None:
             assert (bound["seconds"], bound["override_id"]) == (ceiling, "")
             assert (bound["kept"], bound["binds"], bound["kept_up_to"]) == (False, True, 0)
-            expected = pytest.approx(told.bound.expected_seconds, rel=0.02)
+            expected = pytest.approx(explanation.bound.expected_seconds, rel=0.02)
             assert bound["expected_seconds"] == expected
 
 
 async def test_it_tells_what_explain_tells_and_no_secret(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port) as running:
+    async with running_sidecar(tmp_path, page_port=port) as running:
         nothing_accepted = {"accepted_counts": [4, 0, 0]}
         stream = await steered(
             running, *(report_message(step, **nothing_accepted) for step in range(1, 60))
         )
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.core.decision.reports == 59)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.core.decision.report_count == 59)
         state = json.loads((await ask(port, "/api/v1/state"))[2])
         _, _, body = await ask(port, "/api/v1/engine?id=engine-0")
-        told, found = await running.explain(), json.loads(body)
+        explanation, page_data = await running.explain(), json.loads(body)
         (line,) = state["engines"]
         assert (line["engine_id"], line["batch_size"], line["link"]) == ("engine-0", 4, "steered")
-        costs = found["costs"]
+        costs = page_data["costs"]
         column, row = costs["row"], {tuple(arm): i for i, arm in enumerate(costs["arms"])}
         assert costs["batch_sizes"][column] == 4
-        for arm in told.arms:
+        for arm in explanation.arms:
             index = row[arm.drafter, arm.gamma]
             assert costs["seconds"][index][column] == pytest.approx(arm.step_seconds, rel=0.02)
             assert (index == costs["arm"]) is arm.chosen
@@ -173,20 +173,20 @@ async def test_it_tells_what_explain_tells_and_no_secret(tmp_path: Path):
         chosen, off = costs["arm"], row["mtp", 0]
         assert line["gain"] == pytest.approx(rates[chosen] / rates[off], rel=0.02)
         survival = 1.0
-        (curve,) = found["survival"]
-        for position, at, low, high in zip(
-            told.positions, curve["survival"], curve["low"], curve["high"], strict=True
+        (curve,) = page_data["survival"]
+        for position, estimate, low, high in zip(
+            explanation.positions, curve["survival"], curve["low"], curve["high"], strict=True
         ):
             survival *= position.conditional_acceptance
-            assert at == pytest.approx(survival, rel=0.02)
-            assert low < at < high <= 1
+            assert estimate == pytest.approx(survival, rel=0.02)
+            assert low < estimate < high <= 1
         assert stream.session_id.encode() not in body
         assert stream.session_id not in json.dumps(state)
 
 
 async def test_clients_that_say_nothing_hold_up_neither_steering_nor_the_rest(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port) as running:
+    async with running_sidecar(tmp_path, page_port=port) as running:
         stream = await steered(running)
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         try:
@@ -207,18 +207,18 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(AddressTakenError, match=rf"127\.0\.0\.1:{port}: .*--page-port"):
-            async with serving(tmp_path, page_port=port):
+            async with running_sidecar(tmp_path, page_port=port):
                 pass
 
 
 async def test_without_a_port_there_is_no_page(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         assert running.sidecar._page is None
 
 
 async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
     port = free_port()
-    async with serving(tmp_path, page_port=port) as running:
+    async with running_sidecar(tmp_path, page_port=port) as running:
         for name in ("pod-a:1", "pod-b:1", "pod-b:2"):
             await running.introduce(name)
         await running.introduce("pod-c:1", target_model="Llama")
@@ -241,7 +241,7 @@ async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
         _, rest = await fleet(f"?limit=3&after={quote(first['next'])}")
         assert [engine["engine_id"] for engine in rest["engines"]] == ["pod-c:1"]
         assert rest["next"] == ""
-        for words, found in {
+        for words, match_count in {
             "pod-b": 2,
             "POD-B link=away": 2,
             "llama": 1,
@@ -251,8 +251,8 @@ async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
             "%FF": 0,
         }.items():
             _, some = await fleet(f"?filter={quote(words, safe='%')}")
-            assert some["totals"]["engines"] == len(some["engines"]) == found, words
-        for wrong, why in {
+            assert some["totals"]["engines"] == len(some["engines"]) == match_count, words
+        for wrong, message in {
             "filter=speed=9": "the filter names the field 'speed'",
             "filter=" + "x" * 257: "256 are allowed",
             "limit=0": "limit 0 must be in [1, 1000]",
@@ -261,4 +261,4 @@ async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
             "after=" + "x" * 200: "`after` is not a value of this sidecar",
         }.items():
             status, text = await fleet(f"?{wrong}")
-            assert (status, why in text) == (400, True), text
+            assert (status, message in text) == (400, True), text

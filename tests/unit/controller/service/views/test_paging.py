@@ -9,10 +9,10 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from controller.client.paging import every_page_aio
+from controller.client.paging import collect_pages_async
 from controller.core.engine.engine_controller import EngineController
 from controller.service.net.errors import NoSessionError
-from controller.service.net.limits import Turns
+from controller.service.net.limits import FairQueue
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.views import engine_status, paging
 from controller.wire.explanations import Explanation, explain
@@ -20,14 +20,14 @@ from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, service_pb2
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     failure,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 NAMES = [f"engine-{number}" for number in range(7)]
@@ -44,10 +44,12 @@ def scraped(port: int) -> str:
         return str(answer.read(), "utf-8")
 
 
-def asked(running: Running, method: str, page_size: int = 0) -> Callable[[str], Awaitable[Any]]:
+def asked(
+    running: RunningSidecar, method: str, page_size: int = 0
+) -> Callable[[str], Awaitable[Any]]:
     kind = getattr(service_pb2, f"{method}Request")
     call = getattr(running.inspection, method)
-    return lambda token: soon(call(kind(page_size=page_size, page_token=token)))
+    return lambda token: with_timeout(call(kind(page_size=page_size, page_token=token)))
 
 
 def name_of(
@@ -57,7 +59,7 @@ def name_of(
 
 
 async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in reversed(NAMES):
             await running.introduce(name)
         page = asked(running, method, 3)
@@ -68,12 +70,12 @@ async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str)
         third = await page(second.next_page_token)
         assert [name_of(row) for row in third.engines] == NAMES[6:]
         assert not third.next_page_token
-        merged = await every_page_aio(page)
+        merged = await collect_pages_async(page)
         assert [name_of(row) for row in merged.engines] == NAMES
 
 
 async def test_a_client_that_knows_nothing_of_pages_sees_everything(tmp_path: Path, method: str):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in NAMES:
             await running.introduce(name)
         answer = await asked(running, method)("")
@@ -82,19 +84,19 @@ async def test_a_client_that_knows_nothing_of_pages_sees_everything(tmp_path: Pa
 
 
 async def test_an_engine_that_left_between_two_pages_takes_no_other_one_along(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for name in NAMES:
             await running.introduce(name)
         page = asked(running, "ListEngines", 2)
         first = await page("")
         registry = running.sidecar.registry
-        registry._remove(registry.by_engine(NAMES[1]), NoSessionError("gone"))
+        registry._remove(registry.find_by_engine(NAMES[1]), NoSessionError("gone"))
         second = await page(first.next_page_token)
         assert [name_of(row) for row in second.engines] == NAMES[2:4]
 
 
 async def test_a_page_token_that_is_none_is_refused(tmp_path: Path, method: str):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         code, _ = await failure(asked(running, method)("x" * 1_000))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -112,20 +114,20 @@ def bulky(number: int) -> engine_pb2.EngineSpec:
 
 
 async def test_introductions_that_fill_a_message_are_listed_on_several_pages(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for number in range(80):
             request = service_pb2.IntroduceRequest(engine=bulky(number))
-            await soon(running.speculation.Introduce(request))
+            await with_timeout(running.speculation.Introduce(request))
         page = asked(running, "ListEngines")
         first = await page("")
         assert first.ByteSize() < GRPC_DEFAULT_BYTES
         assert first.next_page_token
-        merged = await every_page_aio(page)
+        merged = await collect_pages_async(page)
         assert len(merged.engines) == 80
 
 
 async def test_an_introduction_without_end_is_refused(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         engine = bulky(0)
         engine.fingerprint.device = "d" * 3_900
         request = service_pb2.IntroduceRequest(engine=engine)
@@ -135,13 +137,13 @@ async def test_an_introduction_without_end_is_refused(tmp_path: Path):
 
 
 async def test_counters_that_clients_feed_stop_where_a_message_ends(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         stream = SteerClient(running, await running.introduce())
         for _ in range(3):
             await stream.send(dropped=COUNT_MAX)
         await stream.send(report_message(1), dropped=1)
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.counters.reports == 1)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.counters.reports == 1)
         assert (await running.status()).dropped_reports == COUNT_MAX
         await stream.call.done_writing()
         assert (await stream.end())[0] is grpc.StatusCode.OK
@@ -151,11 +153,11 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     port = free_port()
-    async with serving(tmp_path, metrics_port=port) as running:
+    async with running_sidecar(tmp_path, metrics_port=port) as running:
         for name in ("a", "broken", "c"):
             await running.introduce(name)
-        broken = running.sidecar.registry.by_engine("broken")
-        broken.counters.dropped = COUNT_MAX + 1
+        broken = running.sidecar.registry.find_by_engine("broken")
+        broken.counters.dropped_reports = COUNT_MAX + 1
 
         def breaking(core: EngineController, batch_size: int = 0) -> Explanation:
             if core is broken.core:
@@ -165,7 +167,7 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(
         monkeypatch.setattr(engine_status, "explain", breaking)
         for method, reason in (("ListEngines", "ValueError"), ("Overview", "ArithmeticError")):
             answer = await asked(running, method)("")
-            rows = {name_of(row): row.unavailable for row in answer.engines}
+            rows = {name_of(row): row.unavailable_reason for row in answer.engines}
             assert list(rows) == ["a", "broken", "c"]
             assert reason in rows["broken"]
             assert rows["broken"].isprintable()
@@ -177,15 +179,15 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(
 
 
 async def test_a_row_that_fits_no_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
         rows, token = await paging.page_of(
-            Turns(1),
+            FairQueue(1),
             ["large", "small"],
             lambda name: service_pb2.EngineOverview(
                 engine_id=name, reason="x" * (5_000 if name == "large" else 5)
             ),
-            lambda name, why: service_pb2.EngineOverview(engine_id=name, unavailable=why),
+            lambda name, reason: service_pb2.EngineOverview(engine_id=name, unavailable=reason),
             0,
             "",
             1_000,

@@ -15,16 +15,16 @@ from controller.util.sockets import operators_path
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (
-    Running,
+    RunningSidecar,
     SteerClient,
     engine_message,
     failure,
     health_stub,
     make_profile,
     report_message,
-    serving,
-    soon,
-    until,
+    running_sidecar,
+    wait_until,
+    with_timeout,
 )
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -33,19 +33,19 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def status(channel: grpc.aio.Channel, service: str = STEERING) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
-    answer: health_pb2.HealthCheckResponse = await soon(health_stub(channel).Check(request))
+    answer: health_pb2.HealthCheckResponse = await with_timeout(health_stub(channel).Check(request))
     return answer.status
 
 
-async def becomes(running: Running, wanted: int) -> None:
+async def becomes(running: RunningSidecar, wanted: int) -> None:
     watch = health_stub(running.channel).Watch(health_pb2.HealthCheckRequest(service=STEERING))
-    while (await soon(watch.read())).status != wanted:
+    while (await with_timeout(watch.read())).status != wanted:
         pass
     watch.cancel()
 
 
-async def said(running: Running) -> dict[str, service_pb2.ServiceHealth]:
-    answer = await soon(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
+async def fetch_health(running: RunningSidecar) -> dict[str, service_pb2.ServiceHealth]:
+    answer = await with_timeout(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
     return {health.service: health for health in answer.sidecar.services}
 
 
@@ -67,10 +67,10 @@ def known_shape() -> Any:
 
 
 async def test_steering_is_not_serving_until_a_profile_is_there_and_says_why(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         assert await status(running.channel) == NOT_SERVING
         assert await status(running.channel, "") == SERVING
-        assert (await said(running))[STEERING].detail == (
+        assert (await fetch_health(running))[STEERING].detail == (
             "no engine has introduced itself, and no profile is loaded"
         )
         # It steers all the same.
@@ -82,7 +82,7 @@ async def test_steering_is_not_serving_until_a_profile_is_there_and_says_why(tmp
         assert "engine engine-0: costs are a generic prior" in explained[STEERING].detail
         assert "no profile is loaded" in explained[STEERING].detail
         install = service_pb2.InstallProfileRequest(profile_json=make_profile().to_json())
-        await soon(running.profiling.InstallProfile(install))
+        await with_timeout(running.profiling.InstallProfile(install))
         await becomes(running, SERVING)
         explained = {health.service: health for health in (await running.explain()).services}
         assert explained[STEERING].serving
@@ -91,18 +91,18 @@ async def test_steering_is_not_serving_until_a_profile_is_there_and_says_why(tmp
 
 async def test_a_loaded_profile_is_enough_before_the_engine_comes(tmp_path: Path):
     (tmp_path / "p.json").write_text(make_profile().to_json())
-    async with serving(tmp_path, profiles=[tmp_path / "p.json"]) as running:
+    async with running_sidecar(tmp_path, profiles=[tmp_path / "p.json"]) as running:
         assert await status(running.channel) == SERVING
         # One of another engine's is not, and the field is named.
         spec = engine_message("other", target_model="another")
         request = service_pb2.IntroduceRequest(engine=spec)
-        await soon(running.speculation.Introduce(request))
+        await with_timeout(running.speculation.Introduce(request))
         await becomes(running, NOT_SERVING)
-        health = (await said(running))[STEERING]
+        health = (await fetch_health(running))[STEERING]
         assert "engine other: " in health.detail
         assert "target_model is 'target' in the profile and 'another'" in health.detail
         await running.introduce()
-        assert not (await said(running))[STEERING].serving
+        assert not (await fetch_health(running))[STEERING].serving
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ async def test_a_loaded_profile_is_enough_before_the_engine_comes(tmp_path: Path
 async def test_a_prior_that_was_declared_good_enough_is(
     tmp_path: Path, ready_with: str, shaped: bool, serves: bool
 ):
-    async with serving(tmp_path, ready_with=ready_with) as running:
+    async with running_sidecar(tmp_path, ready_with=ready_with) as running:
         assert await status(running.channel) == (SERVING if ready_with == "guess" else NOT_SERVING)
         spec = known_shape() if shaped else engine_message()
-        await soon(running.speculation.Introduce(service_pb2.IntroduceRequest(engine=spec)))
+        await with_timeout(running.speculation.Introduce(service_pb2.IntroduceRequest(engine=spec)))
         assert (await running.status(spec.engine_id)).costs == ("roofline" if shaped else "generic")
-        assert (await said(running))[STEERING].serving == serves
+        assert (await fetch_health(running))[STEERING].serving == serves
         await becomes(running, SERVING if serves else NOT_SERVING)
 
 
 async def test_all_other_services_serve_without_a_profile(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         for service in ("", STORE, *SERVICES):
             if service != STEERING:
                 assert await status(running.channel, service) == SERVING
@@ -138,12 +138,12 @@ async def test_all_other_services_serve_without_a_profile(tmp_path: Path):
 async def test_the_health_port_answers_a_kubelet_and_nobody_else(tmp_path: Path):
     port = free_port()
     async with (
-        serving(tmp_path, health_port=port, health_host="127.0.0.1") as running,
+        running_sidecar(tmp_path, health_port=port, health_host="127.0.0.1") as running,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as kubelet,
     ):
         assert await status(kubelet, "") == SERVING
         assert await status(kubelet) == NOT_SERVING
-        other = Running(running.sidecar, kubelet, kubelet)
+        other = RunningSidecar(running.sidecar, kubelet, kubelet)
         calls = (
             other.speculation.Introduce(service_pb2.IntroduceRequest(engine=engine_message())),
             other.inspection.ListEngines(service_pb2.ListEnginesRequest()),
@@ -152,14 +152,14 @@ async def test_the_health_port_answers_a_kubelet_and_nobody_else(tmp_path: Path)
         for call in calls:
             assert (await failure(call))[0] is grpc.StatusCode.UNIMPLEMENTED
         assert (await failure(status(kubelet, "nobody")))[0] is grpc.StatusCode.NOT_FOUND
-        await soon(running.sidecar.stop())
+        await with_timeout(running.sidecar.stop())
         assert (await failure(status(kubelet, "")))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_health_port_in_use_refuses_the_start_and_leaves_nothing_behind(tmp_path: Path):
     port = free_port()
     (tmp_path / "first").mkdir()
-    async with serving(tmp_path / "first", health_port=port, health_host="127.0.0.1"):
+    async with running_sidecar(tmp_path / "first", health_port=port, health_host="127.0.0.1"):
         second = Settings.load(
             {
                 "address": f"unix:{tmp_path}/controller.sock",
@@ -176,38 +176,46 @@ async def test_a_health_port_in_use_refuses_the_start_and_leaves_nothing_behind(
 async def test_probes_see_the_drain(tmp_path: Path):
     port = free_port()
     async with (
-        serving(tmp_path, health_port=port, health_host="127.0.0.1", drain_seconds=60.0) as running,
+        running_sidecar(
+            tmp_path, health_port=port, health_host="127.0.0.1", drain_seconds=60.0
+        ) as running,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as kubelet,
     ):
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
-        with session.listening(asyncio.Event()):  # somebody who takes his time to go
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        with session.register_stream(asyncio.Event()):  # somebody who takes his time to go
             stopping = asyncio.create_task(running.sidecar.stop())
-            await until(lambda: session.ended)
+            await wait_until(lambda: session.end_error)
             assert await status(kubelet, "") == NOT_SERVING
-        await soon(stopping)
+        await with_timeout(stopping)
 
 
 async def test_the_sidecar_says_who_it_is_and_since_when(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        answer = await soon(running.inspection.ListEngines(service_pb2.ListEnginesRequest()))
+    async with running_sidecar(tmp_path) as running:
+        answer = await with_timeout(
+            running.inspection.ListEngines(service_pb2.ListEnginesRequest())
+        )
         sidecar = answer.sidecar
     assert sidecar.version
     passed = sidecar.now_unix_seconds - sidecar.started_at_unix_seconds
     assert passed == pytest.approx(sidecar.uptime_seconds, abs=1.0)
 
 
-@pytest.mark.parametrize("of", [lambda path: path, operators_path])
-async def test_a_socket_that_was_removed_is_a_sidecar_that_is_not_well(tmp_path: Path, of: Any):
-    async with serving(tmp_path) as running:
-        lost = of(tmp_path / "controller.sock")
+@pytest.mark.parametrize("locate_socket", [lambda path: path, operators_path])
+async def test_a_socket_that_was_removed_is_a_sidecar_that_is_not_well(
+    tmp_path: Path, locate_socket: Any
+):
+    async with running_sidecar(tmp_path) as running:
+        lost = locate_socket(tmp_path / "controller.sock")
         watch: Any = health_stub(running.channel).Watch(health_pb2.HealthCheckRequest())
-        assert (await soon(watch.read())).status == SERVING
+        assert (await with_timeout(watch.read())).status == SERVING
         lost.unlink()
         # Who is connected still hears it.
-        assert (await soon(watch.read())).status == NOT_SERVING
-        told = {one.service: one.detail for one in running.sidecar._readiness.services()}
-        assert str(lost) in told[""]
+        assert (await with_timeout(watch.read())).status == NOT_SERVING
+        detail_by_service = {
+            one.service: one.detail for one in running.sidecar._readiness.services()
+        }
+        assert str(lost) in detail_by_service[""]
 
 
 async def test_what_a_killed_sidecar_had_begun_to_write_is_removed(tmp_path: Path):
@@ -217,5 +225,5 @@ async def test_what_a_killed_sidecar_had_begun_to_write_is_removed(tmp_path: Pat
     for file in begun:
         file.parent.mkdir(parents=True)
         file.write_text("{")
-    async with serving(tmp_path, profile_directory=profiles):
+    async with running_sidecar(tmp_path, profile_directory=profiles):
         assert not any(file.exists() for file in begun)

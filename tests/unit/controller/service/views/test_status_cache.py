@@ -10,21 +10,28 @@ from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.plan import Plan
 from controller.service.sessions import counters, session_logs
-from controller.service.sessions.counters import FIELDS, History
+from controller.service.sessions.counters import POINT_FIELDS, History
 from controller.service.views import engine_status
 from controller.service.views.engine_status import survival_curves
 from controller.wire.explanations import Explanation, PositionEstimate, explain
 from speculation.v1 import policy_pb2, service_pb2
-from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
+from tests.support.service_harness import (
+    RunningSidecar,
+    SteerClient,
+    report_message,
+    running_sidecar,
+    wait_until,
+    with_timeout,
+)
 
-A, N, T, S = (FIELDS.index(f) for f in ("accept_length", "batch_size", "time", "unsteered"))
+A, N, T, S = (POINT_FIELDS.index(f) for f in ("accept_length", "batch_size", "time", "unsteered"))
 
 
-async def decide(running: Running, session_id: str, step: int, **changes: Any) -> None:
+async def decide(running: RunningSidecar, session_id: str, step: int, **changes: Any) -> None:
     request = service_pb2.DecideRequest(
         session_id=session_id, report=report_message(step, **changes)
     )
-    await soon(running.speculation.Decide(request))
+    await with_timeout(running.speculation.Decide(request))
 
 
 def counted_explanations(monkeypatch: pytest.MonkeyPatch) -> "Counter[str]":
@@ -43,14 +50,14 @@ async def test_however_many_look_each_engine_explains_itself_once_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock, counted = VirtualClock(), counted_explanations(monkeypatch)
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         status_cache = running.sidecar._status_cache
         for name in ("a", "b"):
             await running.introduce(name)
         for _ in range(3):
             overview = running.inspection.Overview(service_pb2.OverviewRequest())
             await asyncio.gather(
-                soon(overview),
+                with_timeout(overview),
                 status_cache.lines(),
                 status_cache.state(),
                 status_cache.engine("a", 0.0),
@@ -68,7 +75,7 @@ async def test_many_engines_are_looked_at_less_often(
 ):
     clock = VirtualClock()
     monkeypatch.setattr("controller.service.views.status_cache._SHARE_MAX", 1e-9)
-    async with serving(tmp_path, clock) as running:
+    async with running_sidecar(tmp_path, clock) as running:
         await running.introduce()
         lines = await running.sidecar._status_cache.lines()
         clock.advance(60.0)
@@ -76,50 +83,55 @@ async def test_many_engines_are_looked_at_less_often(
 
 
 async def test_a_point_says_what_happened_since_the_one_before(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         seen = session.history = History(["mtp"], session.counters)
-        session.remember(100.0)
+        session.add_history_point(100.0)
         rates = [seen.generated_per_second]
-        assert seen.since(0.0)[0][N:] == [None, session.plan.row_for(1).arm.gamma, 0, *[None] * 3]
+        assert seen.points_since(0.0)[0][N:] == [
+            None,
+            session.plan.row_for(1).arm.gamma,
+            0,
+            *[None] * 3,
+        ]
         await decide(running, session_id, 1, accepted_counts=[1, 1, 2])
         await decide(running, session_id, 2, accepted_counts=[0, 0, 4], flags={"unsteered": True})
-        session.remember(101.0)
+        session.add_history_point(101.0)
         # In a second, of which the steps took 20 ms.
         assert [*rates, seen.generated_per_second] == [None, 21.0]
-        point = seen.since(100.0)
+        point = seen.points_since(100.0)
         # 8 sequences, 13 accepted tokens, 21 tokens in 20 ms.
         gamma = session.plan.row_for(4).arm.gamma
         assert point == [[101.0, 4, gamma, 0, 21 / 8, pytest.approx(1050.0), 0.5]]
         assert seen.accept_length == 21 / 8
-        session.remember(102.0)
-        assert seen.since(101.0)[0][A] is None
+        session.add_history_point(102.0)
+        assert seen.points_since(101.0)[0][A] is None
         assert seen.accept_length is None
 
 
 async def test_a_history_keeps_the_newest_points_in_order(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         seen = session.history = History(["mtp"], session.counters)
-        for second in range(counters.POINTS + 150):
-            session.remember(float(second))
-        times = [point[T] for point in seen.since(-1.0)]
-        assert times == [float(t) for t in range(150, counters.POINTS + 150)]
-        assert [point[T] for point in seen.since(747.0)] == [748.0, 749.0]
+        for second in range(counters.POINTS_MAX + 150):
+            session.add_history_point(float(second))
+        times = [point[T] for point in seen.points_since(-1.0)]
+        assert times == [float(t) for t in range(150, counters.POINTS_MAX + 150)]
+        assert [point[T] for point in seen.points_since(747.0)] == [748.0, 749.0]
 
 
 async def test_histories_are_kept_while_nobody_looks(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.history.since(0.0))
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.history.points_since(0.0))
         assert (await running.sidecar._status_cache.engine("engine-0", 0.0))["points"]
 
 
 async def test_the_link_is_named(tmp_path: Path):
-    async with serving(tmp_path, VirtualClock()) as running:
+    async with running_sidecar(tmp_path, VirtualClock()) as running:
         status_cache, clock = running.sidecar._status_cache, running.sidecar._clock
         assert isinstance(clock, VirtualClock)
 
@@ -133,45 +145,47 @@ async def test_the_link_is_named(tmp_path: Path):
         await stream.plan()
         assert await link() == "waiting"
         await stream.send(report_message(1, flags={"unsteered": True}))
-        session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.counters.reports == 1)
+        session = running.sidecar.registry.find_by_engine("engine-0")
+        await wait_until(lambda: session.counters.reports == 1)
         assert await link() == "alone"
         await stream.send(report_message(2))
-        await until(lambda: session.counters.reports == 2)
+        await wait_until(lambda: session.counters.reports == 2)
         assert await link() == "steered"
 
 
 async def test_what_only_other_batches_are_told_is_not_in_the_trail(tmp_path: Path):
-    async with serving(tmp_path, VirtualClock()) as running:
+    async with running_sidecar(tmp_path, VirtualClock()) as running:
         await running.introduce()
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         plan, runs = session.plan, session.plan.rows[0].arm
         other = next(arm for arm in session.spec.arms if arm != runs)
 
-        def told(row: int) -> Plan:
+        def make_plan(row: int) -> Plan:
             rows = list(plan.rows)
             rows[row] = replace(rows[row], arm=other)
             return replace(plan, rows=tuple(rows))
 
-        session._adopt(told(-1), 0)
+        session._adopt(make_plan(-1), 0)
         assert not session.plan_log
         session._adopt(plan, 0)
-        session._adopt(told(0), 0)
+        session._adopt(make_plan(0), 0)
         assert [change.arm for change in session.plan_log] == [f"{other.drafter} {other.gamma}"]
 
 
 async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with running_sidecar(tmp_path) as running:
         session_id = await running.introduce()
         await decide(running, session_id, 1)
-        session = running.sidecar.registry.by_engine("engine-0")
+        session = running.sidecar.registry.find_by_engine("engine-0")
         gamma = session.plan.row_for(4).arm.gamma
         override = policy_pb2.Override(
             override_id="look", scope=policy_pb2.Scope(engine_id="engine-0"),
             rule=policy_pb2.OverrideRule(gamma=3 - gamma),
             author="somebody", reason="a look",
         )  # fmt: skip
-        await soon(running.policy.SetOverride(policy_pb2.SetOverrideRequest(override=override)))
+        await with_timeout(
+            running.policy.SetOverride(policy_pb2.SetOverrideRequest(override=override))
+        )
         await decide(running, session_id, 2)
         change = session.plan_log[-1]
         assert (change.was, change.arm) == (f"mtp {gamma}", f"mtp {3 - gamma}")
@@ -181,7 +195,7 @@ async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
         (held,) = state["overrides"]
         assert (held["author"], held["reason"]) == ("somebody", "a look")
         assert held["ends_at"] > held["created_at"]
-        assert session.plan_log.maxlen == session_logs.LENGTH
+        assert session.plan_log.maxlen == session_logs.PLAN_LOG_LENGTH
 
 
 def test_survival_multiplies_and_its_band_widens_where_evidence_ends():

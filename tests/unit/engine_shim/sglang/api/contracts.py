@@ -16,8 +16,8 @@ HOOKS = {
     sglang_api.CANDIDATE_STEPS: "cfg_path=None",
     sglang_api.RESERVE_FOR_GRAPHS: "server_args",
     sglang_api.INIT_MODEL_WORKER: "self",
-    sglang_api.OWN_REQUESTS: "self",
-    sglang_api.REQUEST_KINDS: "self",
+    sglang_api.POLL_TIMEOUT_ABORTS: "self",
+    sglang_api.INIT_REQUEST_DISPATCHER: "self",
     sglang_api.FORWARD: (
         "self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None"
     ),
@@ -37,13 +37,13 @@ HOOKS = {
         "self, hidden_states, hidden_states_before_norm, aux_hidden_states, pruned_states, "
         "pruned_states_before_norm, aux_pruned_states, sample_indices, logits_metadata"
     ),
-    sglang_api.CARRIED_WIDTH: "hf_config, hidden_size, hc_mult",
+    sglang_api.RESOLVE_HIDDEN_SIZE: "hf_config, hidden_size, hc_mult",
     sglang_api.RESOLVE_TOKENS: "self, result, batch",
-    sglang_api.WORK_IN: "self, batch, result",
+    sglang_api.PROCESS_DECODE_RESULT: "self, batch, result",
     sglang_api.INIT_GRAPHS: "self",
-    attention_dp.ADAPTIVE_REASON: "server_args",
-    attention_dp.RECEIVED: "self",
-    attention_dp.GATHERED: (
+    attention_dp.ADAPTIVE_UNSUPPORTED_REASON: "server_args",
+    attention_dp.PULL_RAW_REQUESTS: "self",
+    attention_dp.UPDATE_GATHER_BATCH: (
         "batch, mlp_sync_info, require_mlp_tp_gather, draft_require_mlp_tp_gather=None, "
         "skip_global_metadata=False"
     ),
@@ -169,7 +169,7 @@ SAME_CODE = {
         "a38320641e03f0c5",
         "target_scope postpones what it builds in the drafter's scope",
     ),
-    attention_dp.RECEIVED: (
+    attention_dp.PULL_RAW_REQUESTS: (
         "464a502f6c4c4399",
         "attention_dp: what rank 0 adds to it reaches all ranks",
     ),
@@ -375,7 +375,7 @@ OLDER_CODE: dict[str, dict[str, str | None]] = {
     "0.5.21": {
         # Data-parallel attention is not steered there.
         sglang_api.INIT_GRAPHS: None,
-        attention_dp.RECEIVED: None,
+        attention_dp.PULL_RAW_REQUESTS: None,
         f"{GATHER}.prepare_mlp_sync_batch_raw": None,
         f"{GATHER}.MLPSyncBatchInfo": None,
         f"{EAGLE}.EagleDraftWorker._draft_extend_for_prefill": "836b477ccd07b5e2",

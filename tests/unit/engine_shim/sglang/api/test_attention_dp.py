@@ -21,7 +21,7 @@ def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
     } | configured
     monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**view))
     args: Any = SimpleNamespace()
-    return attention_dp.check(args, PluginSettings(), has_block=False).obstacle or None
+    return attention_dp.attention_dp_check(args, PluginSettings(), has_block=False).obstacle or None
 
 
 def test_it_is_steered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,22 +35,22 @@ def test_variables_that_change_what_ranks_gather_or_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    found = reason(monkeypatch)
-    assert found is not None
-    assert variable in found
+    refusal_reason = reason(monkeypatch)
+    assert refusal_reason is not None
+    assert variable in refusal_reason
     # They concern nobody else.
     assert reason(monkeypatch, attn_dp_size=1) is None
 
 
 def test_elastic_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = reason(monkeypatch, elastic_ep_backend="mooncake")
-    assert found == "--elastic-ep-backend is untested with it"
+    refusal_reason = reason(monkeypatch, elastic_ep_backend="mooncake")
+    assert refusal_reason == "--elastic-ep-backend is untested with it"
 
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dp, "_differs", versions.module_for("0.5.21"))
-    found = reason(monkeypatch, enable_dp_attention=True)
-    assert found == "SGLang 0.5.23 is needed"
+    monkeypatch.setattr(attention_dp, "_version_api", versions.module_for("0.5.21"))
+    refusal_reason = reason(monkeypatch, enable_dp_attention=True)
+    assert refusal_reason == "SGLang 0.5.23 is needed"
 
 
 def test_heads_are_shared_by_the_ranks_of_one_batch() -> None:

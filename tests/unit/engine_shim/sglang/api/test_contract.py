@@ -58,7 +58,7 @@ def test_every_version_has_the_same_names() -> None:
         - {"Iterator", "contextmanager", "newer", "nullcontext"}
         for version in TESTED
     ]
-    assert all(found == names[0] for found in names)
+    assert all(version_names == names[0] for version_names in names)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_decode_step_goes_through_every_hook(version: str) -> None:
         f"{RESULTS}.SchedulerBatchResultProcessor._normalize_decode_outputs"
     )
     assert {"_normalize_decode_outputs", "update_finish_state"} <= wheel(version).calls(
-        sglang_api.WORK_IN
+        sglang_api.PROCESS_DECODE_RESULT
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     assert "init_model_worker" in wheel(version).calls(f"{scheduler}.__init__")

@@ -43,7 +43,7 @@ def test_it_becomes_what_sglang_would_build_anew_where_it_is() -> None:
     for one in layers:
         one.self_attn.qkv_proj.weight.normal_()
         one.self_attn.k_norm.weight.normal_()
-    fused_keys.refresh(helper, layers)
+    fused_keys.refresh_fused_weights(helper, layers)
     anew = helper_of(layers)
     assert torch.equal(helper.flat_kv_weight_t, anew.flat_kv_weight_t)
     assert torch.equal(helper.k_norm_weights, anew.k_norm_weights)

@@ -43,9 +43,9 @@ def around(original: Any, *args: Any) -> Any:
 
 
 def test_hooks_that_took_pass() -> None:
-    hook_check.register(f"{MODULE}.function", around, HookType.AROUND)
-    hook_check.register(f"{MODULE}.Original.method", around, HookType.AROUND)
-    hook_check.register(f"{MODULE}.Plain", Replacement, HookType.REPLACE)
+    hook_check.register_hook(f"{MODULE}.function", around, HookType.AROUND)
+    hook_check.register_hook(f"{MODULE}.Original.method", around, HookType.AROUND)
+    hook_check.register_hook(f"{MODULE}.Plain", Replacement, HookType.REPLACE)
     HookRegistry.apply_hooks()
     hook_check.require_hooks(*hook_check.registered_targets())
     assert sys.modules[MODULE].function() == "around original"
@@ -53,14 +53,14 @@ def test_hooks_that_took_pass() -> None:
 
 @pytest.mark.parametrize("target", ["Original.renamed", "gone", "Original.method.deeper.still"])
 def test_a_target_that_is_not_there_is_refused(target: str) -> None:
-    hook_check.register(f"{MODULE}.{target}", around, HookType.AROUND)
+    hook_check.register_hook(f"{MODULE}.{target}", around, HookType.AROUND)
     HookRegistry.apply_hooks()  # SGLang logs the error and goes on
     with pytest.raises(HookError, match=target):
         hook_check.require_hooks(*hook_check.registered_targets())
 
 
 def test_hooks_that_were_never_applied_are_refused() -> None:
-    hook_check.register(f"{MODULE}.function", around, HookType.AROUND)
+    hook_check.register_hook(f"{MODULE}.function", around, HookType.AROUND)
     with pytest.raises(HookError, match="could not apply"):
         hook_check.require_hooks(f"{MODULE}.function")
 
@@ -71,8 +71,8 @@ def test_hooks_that_were_never_registered_are_refused() -> None:
 
 
 def test_a_hook_that_something_else_undid_is_refused() -> None:
-    hook_check.register(f"{MODULE}.function", around, HookType.AROUND)
-    hook_check.register(f"{MODULE}.Plain", Replacement, HookType.REPLACE)
+    hook_check.register_hook(f"{MODULE}.function", around, HookType.AROUND)
+    hook_check.register_hook(f"{MODULE}.Plain", Replacement, HookType.REPLACE)
     HookRegistry.apply_hooks()
     vars(sys.modules[MODULE])["Plain"] = type("Plain", (), {})
     with pytest.raises(HookError, match="Plain"):
@@ -83,7 +83,7 @@ def test_a_hook_that_something_else_undid_is_refused() -> None:
 
 
 def test_a_replacement_that_another_plugin_overrode_is_refused() -> None:
-    hook_check.register(f"{MODULE}.function", lambda: "ours", HookType.REPLACE)
+    hook_check.register_hook(f"{MODULE}.function", lambda: "ours", HookType.REPLACE)
     HookRegistry.register(f"{MODULE}.function", lambda: "theirs", HookType.REPLACE)
     HookRegistry.apply_hooks()
     with pytest.raises(HookError, match="another plugin"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.rank_shares import Piece, Shard, shard_of
+from engine_shim.sglang.learning.rank_shares import Piece, Shard, find_shard
 from engine_shim.sglang.training.students import UnsupportedDrafterError
 
 WIDTH = 6
@@ -78,29 +78,29 @@ CASES = {
 @pytest.mark.parametrize(("module", "ranks", "rows", "held"), CASES.values(), ids=CASES)
 def test_rows_are_divided(module: Any, ranks: int, rows: int, held: list[list[int]]) -> None:
     whole = torch.arange(rows * WIDTH).view(rows, WIDTH)
-    shard = shard_of(module, "weight", ranks)
+    shard = find_shard(module, "weight", ranks)
     parts = [shard.cut(whole, rank) for rank in range(ranks)]
     assert [part[:, 0].div(WIDTH).int().tolist() for part in parts] == held
-    assert torch.equal(shard.joined(parts), whole)
+    assert torch.equal(shard.join(parts), whole)
     assert shard.whole_shape(parts[-1]) == list(whole.shape)
 
 
 def test_columns_are_divided_and_a_bias_is_not() -> None:
     module = RowParallelLinear(input_size=WIDTH, input_size_per_partition=WIDTH // 2)
-    shard = shard_of(module, "weight", 2)
+    shard = find_shard(module, "weight", 2)
     whole = torch.arange(4 * WIDTH).view(4, WIDTH)
     parts = [shard.cut(whole, rank) for rank in range(2)]
     assert parts[1].tolist() == whole[:, 3:].tolist()
-    assert torch.equal(shard.joined(parts), whole)
-    assert shard_of(module, "bias", 2) == Shard()
+    assert torch.equal(shard.join(parts), whole)
+    assert find_shard(module, "bias", 2) == Shard()
 
 
 def test_padding_belongs_to_no_share() -> None:
     """A head of 5 tokens in 8 rows: the second rank has one of them, and three of padding."""
-    shard = shard_of(embedding(2, 8), "weight", 2).without_padding(5)
+    shard = find_shard(embedding(2, 8), "weight", 2).trim_length(5)
     held = [torch.arange(4), torch.tensor([4, -1, -1, -1])]
-    assert shard.joined(held).tolist() == [0, 1, 2, 3, 4]
-    assert shard.unpadded(held[1], 1).tolist() == [4]
+    assert shard.join(held).tolist() == [0, 1, 2, 3, 4]
+    assert shard.trim_padding(held[1], 1).tolist() == [4]
     assert shard.cut(torch.arange(5), 1).tolist() == [4]
     # And a third and fourth rank would have nothing of 2 tokens.
     shard = Shard(0, (Piece(2, 2),))
@@ -109,7 +109,7 @@ def test_padding_belongs_to_no_share() -> None:
 
 def test_what_every_rank_holds_is_not_divided() -> None:
     module = torch.nn.Linear(4, 4)
-    assert shard_of(module, "weight", 2) == shard_of(embedding(1, 8), "weight", 2) == Shard()
+    assert find_shard(module, "weight", 2) == find_shard(embedding(1, 8), "weight", 2) == Shard()
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_what_every_rank_holds_is_not_divided() -> None:
 )
 def test_other_divisions_are_refused(module: Any, reason: str) -> None:
     with pytest.raises(UnsupportedDrafterError, match=reason):
-        shard_of(module, "weight", 2)
+        find_shard(module, "weight", 2)

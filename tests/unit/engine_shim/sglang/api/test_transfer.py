@@ -41,12 +41,12 @@ def made_elsewhere() -> OtherStreamsTensor:
 
 def test_memory_of_another_stream_is_kept_for_this_one() -> None:
     tensor = made_elsewhere()
-    transfer.keep_for_this_stream(tensor)
+    transfer.protect_from_reuse(tensor)
     assert tensor.recorded == ["the forward stream of cuda:0"]
 
 
 def test_memory_of_the_host_needs_no_stream() -> None:
-    transfer.keep_for_this_stream(torch.ones(3))
+    transfer.protect_from_reuse(torch.ones(3))
 
 
 def test_a_version_of_a_drafter_is_kept_until_its_copies_are_over() -> None:
@@ -57,14 +57,14 @@ def test_a_version_of_a_drafter_is_kept_until_its_copies_are_over() -> None:
 
 
 def test_a_list_becomes_a_tensor() -> None:
-    found = transfer.to_device([3, 1], "cpu", torch.int32)
-    assert (found.tolist(), found.dtype) == ([3, 1], torch.int32)
+    tensor = transfer.to_device([3, 1], "cpu", torch.int32)
+    assert (tensor.tolist(), tensor.dtype) == ([3, 1], torch.int32)
 
 
 def test_a_part_that_is_not_contiguous_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     late_copies.install(1, monkeypatch.setattr)
-    side = transfer.side_stream(torch.device("cpu"))
+    side = transfer.make_side_stream(torch.device("cpu"))
     assert side is not None
     whole = torch.zeros(2, 4)
     for pair in ((whole[:, :3], torch.ones(2, 3)), (torch.ones(2, 3), whole[:, :3])):

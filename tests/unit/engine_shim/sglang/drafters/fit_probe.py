@@ -17,7 +17,7 @@ from engine_shim.preflight.verdict import InputError
 
 
 def main() -> None:
-    asked, found = map(Path, sys.argv[1:])
+    asked, output_path = map(Path, sys.argv[1:])
     results = []
     for variables, flags in json.loads(asked.read_text()):
         os.environ.update(variables)
@@ -27,7 +27,7 @@ def main() -> None:
             results.append({"error": str(error)})
         for name in variables:
             del os.environ[name]
-    found.write_text(json.dumps(results))
+    output_path.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 
-from engine_shim.sglang.drafters.dflash_checkpoint import emitted_layers, layer_count
+from engine_shim.sglang.drafters.dflash_checkpoint import feature_layers, layer_count
 
 
 def _emitted_by_sglang(draft: ModelConfig, target: ModelConfig) -> list[int]:
@@ -29,15 +29,15 @@ def _emitted_by_sglang(draft: ModelConfig, target: ModelConfig) -> list[int]:
     module: Any = spec_aux_hidden_state
     module.get_spec = lambda: spec
     module.ModelConfig = SimpleNamespace(from_server_args=lambda *_, **__: draft)
-    found = module.SpecAuxHiddenStateConfig()
+    aux_config = module.SpecAuxHiddenStateConfig()
     module._resolve_dflash_aux_hidden_state(
-        config=found,
+        config=aux_config,
         server_args=None,
         model_config=target,
         spec_algorithm=SimpleNamespace(is_dflash_family=lambda: True, is_dspark=lambda: False),
         is_draft_worker=False,
     )
-    return list(found.dflash_target_layer_ids)
+    return list(aux_config.dflash_target_layer_ids)
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
@@ -47,18 +47,18 @@ def _answer(ask: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _said(target: ModelConfig, draft: ModelConfig) -> dict[str, Any]:
+def _compare_layers(target: ModelConfig, draft: ModelConfig) -> dict[str, Any]:
     return {
         "count": layer_count(target),
-        "plugin": _answer(lambda: list(emitted_layers(draft, target))),
+        "plugin": _answer(lambda: list(feature_layers(draft, target))),
         "sglang": _answer(lambda: _emitted_by_sglang(draft, target)),
     }
 
 
 def main() -> None:
-    asked, found = map(Path, sys.argv[1:])
+    asked, output_path = map(Path, sys.argv[1:])
     pairs = [map(ModelConfig, pair) for pair in json.loads(asked.read_text())]
-    found.write_text(json.dumps([_said(*pair) for pair in pairs]))
+    output_path.write_text(json.dumps([_compare_layers(*pair) for pair in pairs]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.drafter_configurations import write_configurations
-from tests.support.engine import forked
+from tests.support.engine import fork_engine
 
 pytestmark = [pytest.mark.slow]
 
@@ -23,13 +23,15 @@ REFUSED = ("looped", "dflash-third-loop")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+def layer_results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("layers")
     write_configurations(folder)
     pairs = [*PAIRS, REFUSED]
     asked = [[str(folder / name) for name in pair] for pair in pairs]
     folder.joinpath("asked.json").write_text(json.dumps(asked))
-    probe = forked(PROBE, ["asked.json", "found.json"], folder, {}, folder / "log")
+    probe = fork_engine(PROBE, ["asked.json", "found.json"], folder, {}, folder / "log")
     assert probe.wait(PATIENCE_SECONDS) == 0, folder.joinpath("log").read_text()[-4000:]
     results = json.loads(folder.joinpath("found.json").read_text())
     return dict(zip(pairs, results, strict=True))
@@ -37,16 +39,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dic
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_target_emits_the_layers_that_sglang_would_have_it_emit(
-    found: dict[tuple[str, str], dict[str, Any]], pair: tuple[str, str]
+    layer_results: dict[tuple[str, str], dict[str, Any]], pair: tuple[str, str]
 ) -> None:
     count, layers = PAIRS[pair]
-    assert found[pair] == {"count": count, "plugin": layers, "sglang": layers}
+    assert layer_results[pair] == {"count": count, "plugin": layers, "sglang": layers}
 
 
 def test_a_layer_behind_the_last_loop_is_refused(
-    found: dict[tuple[str, str], dict[str, Any]],
+    layer_results: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
-    said = found[REFUSED]
-    assert said["sglang"].startswith("ValueError: ")
-    assert said["plugin"].startswith("UnsupportedEngineError: ")
-    assert said["plugin"].endswith("target_layer_ids name layer 64, and the target has 64")
+    refusals = layer_results[REFUSED]
+    assert refusals["sglang"].startswith("ValueError: ")
+    assert refusals["plugin"].startswith("UnsupportedEngineError: ")
+    assert refusals["plugin"].endswith("target_layer_ids name layer 64, and the target has 64")

@@ -12,7 +12,7 @@ import pytest
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
 from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.drafter_configurations import write_configurations
-from tests.support.engine import forked
+from tests.support.engine import fork_engine
 from tests.system.engine.test_engine_architectures import CONFIGS as ARCHITECTURES
 from tests.system.engine.test_engine_architectures import SIZES
 
@@ -116,7 +116,7 @@ def _engines() -> list[Engine]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, Any]]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("drafters")
     write_configurations(folder)
     for name in PREDICTING:
@@ -130,18 +130,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, An
     for name in ("target", "sd2", "sd2-llama"):
         (folder / f"shallow-{name}").symlink_to(SHALLOW / name)
     asked = []
-    for target, algorithm, drafter, *beside in _engines():
+    for target, algorithm, drafter, *dflash_drafters in _engines():
         flags = ["--model-path", str(folder / target), "--speculative-algorithm", algorithm]
         if drafter:
             flags += ["--speculative-draft-model-path", str(folder / drafter)]
         second = {}
-        if beside:
-            second["SPECULATION_DFLASH_MODEL_PATH"] = str(folder / beside[0])
+        if dflash_drafters:
+            second["SPECULATION_DFLASH_MODEL_PATH"] = str(folder / dflash_drafters[0])
         asked.append([second, [*flags, "--device", "cpu"]])
     folder.joinpath("asked.json").write_text(json.dumps(asked))
     variables = {"SPECULATION_SIDECAR": "unix:/nowhere", "SPECULATION_GAMMAS": "0,1,3,7,15"}
     log = folder / "log"
-    probe = forked(PROBE, ["asked.json", "found.json"], folder, variables, log)
+    probe = fork_engine(PROBE, ["asked.json", "found.json"], folder, variables, log)
     assert probe.wait(PATIENCE_SECONDS) == 0, log.read_text()[-4000:]
     results = json.loads(folder.joinpath("found.json").read_text())
     return dict(zip(_engines(), results, strict=True))
@@ -153,25 +153,25 @@ def _obstacles(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ACCEPTED, ids="-".join)
-def test_what_works_is_accepted(found: dict[Engine, dict[str, Any]], engine: Engine) -> None:
-    assert _obstacles(found[engine]) == []
-    assert not any(check["advice"] for check in found[engine]["checks"])
+def test_what_works_is_accepted(verdicts: dict[Engine, dict[str, Any]], engine: Engine) -> None:
+    assert _obstacles(verdicts[engine]) == []
+    assert not any(check["advice"] for check in verdicts[engine]["checks"])
 
 
 @pytest.mark.parametrize(("engine", "says"), GAINS_NOTHING, ids=str)
 def test_what_runs_without_a_gain_is_refused_here_and_starts(
-    found: dict[Engine, dict[str, Any]], engine: Engine, says: str
+    verdicts: dict[Engine, dict[str, Any]], engine: Engine, says: str
 ) -> None:
-    (check,) = _obstacles(found[engine])
+    (check,) = _obstacles(verdicts[engine])
     assert says in check["obstacle"]
     assert check["starts"]
 
 
 @pytest.mark.parametrize(("engine", "says"), REFUSED, ids=str)
 def test_what_cannot_be_loaded_or_steered_is_refused(
-    found: dict[Engine, dict[str, Any]], engine: Engine, says: str
+    verdicts: dict[Engine, dict[str, Any]], engine: Engine, says: str
 ) -> None:
-    obstacles = _obstacles(found[engine])
+    obstacles = _obstacles(verdicts[engine])
     assert says in obstacles[-1]["obstacle"]
     assert not obstacles[-1]["starts"]
     # STANDALONE is refused as well.
@@ -180,15 +180,15 @@ def test_what_cannot_be_loaded_or_steered_is_refused(
 
 @pytest.mark.parametrize(("engine", "says"), UNREADABLE, ids=str)
 def test_what_cannot_be_read_is_bad_input(
-    found: dict[Engine, dict[str, Any]], engine: Engine, says: str
+    verdicts: dict[Engine, dict[str, Any]], engine: Engine, says: str
 ) -> None:
-    assert says in found[engine].get("error", "it was read")
+    assert says in verdicts[engine].get("error", "it was read")
 
 
 def test_an_eagle_checkpoint_under_another_name_is_pointed_out(
-    found: dict[Engine, dict[str, Any]],
+    verdicts: dict[Engine, dict[str, Any]],
 ) -> None:
-    document = found[("llama", "EAGLE", "eagle-as-published")]
+    document = verdicts[("llama", "EAGLE", "eagle-as-published")]
     assert document["would_be_steered"]
     (advice,) = [check["advice"] for check in document["checks"] if check["advice"]]
     assert "write LlamaForCausalLMEagle into the architectures" in advice

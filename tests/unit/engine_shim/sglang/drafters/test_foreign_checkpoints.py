@@ -45,9 +45,9 @@ from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_co
 def test_a_foreign_kind_is_named_with_what_to_use_instead(
     config: dict[str, Any], kind: str
 ) -> None:
-    said = foreign_kind(config)
-    assert kind in said
-    assert ": use " in said or ": if its weights" in said
+    description = foreign_kind(config)
+    assert kind in description
+    assert ": use " in description or ": if its weights" in description
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH, Proposal
-from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import NOT_CUT, Role, count_rows, count_watched
+from engine_shim.sglang.drafters.lookup import MIN_MATCH_TOKENS, Proposal
+from engine_shim.sglang.drafters.row_choice import RowChoice, RowProposals
+from engine_shim.sglang.drafters.row_counts import NO_CUT_ROWS, Role, count_compared, count_rows
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import MixtureRule
 from tests.support.step_reports import group, proposals
@@ -26,7 +26,7 @@ def rule_of(main: float, *free: float, gamma: int = 4) -> MixtureRule:
         gamma=gamma,
         main_expected=main,
         free_expected=free,
-        least_match=LEAST_MATCH,
+        least_match=MIN_MATCH_TOKENS,
         ratio_weight=WEIGHT,
     )
 
@@ -36,7 +36,7 @@ def counts_of(
     accepted: Sequence[int],
     gamma: int,
     role: Role,
-    kept: Mapping[int, int] = NOT_CUT,
+    kept: Mapping[int, int] = NO_CUT_ROWS,
 ) -> StepReport:
     report = StepReport(gamma=gamma)
     mixture = None if role.main is None else MIXTURE
@@ -46,7 +46,7 @@ def counts_of(
 
 def watched(outcome: torch.Tensor) -> StepReport:
     report = StepReport()
-    count_watched(report, outcome, NAMES[MAIN], NAMES[LOOKUP])
+    count_compared(report, outcome, NAMES[MAIN], NAMES[LOOKUP])
     return report
 
 
@@ -73,7 +73,11 @@ ROW = st.tuples(
 def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_rule):
     choice = RowChoice(8, "cpu")
     main, free, match, truth = (list(column) for column in zip(*rows, strict=True))
-    rule = choice.rule((rule_of(1.0, 0.5, 2.0, 2.0, 3.0),), NAMES[MIXTURE], 4) if has_rule else None
+    rule = (
+        choice.find_rule((rule_of(1.0, 0.5, 2.0, 2.0, 3.0),), NAMES[MIXTURE], 4)
+        if has_rule
+        else None
+    )
     tokens, drafted = choice.choose(
         torch.arange(len(rows)), torch.tensor(main), proposal(free, match), rule, is_mixed=is_mixed
     )
@@ -82,7 +86,7 @@ def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_
     assert tokens.tolist() == used
     accepted = [leading(u, t) for u, t in zip(used, truth, strict=True)]
     verified = [[*t[: a + 1], *[9] * (4 - a)] for t, a in zip(truth, accepted, strict=True)]
-    outcome = choice.learn(drafted, torch.tensor(verified), torch.tensor(accepted) + 1)
+    outcome = choice.observe(drafted, torch.tensor(verified), torch.tensor(accepted) + 1)
     role = Role(MAIN, is_mixed=is_mixed and has_rule)
     counts = counts_of(outcome, accepted, 4, role)
     expected: Counter[tuple[int, int, int, bool]] = Counter()
@@ -105,13 +109,15 @@ def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_
 
 def counted(counts: StepReport) -> Counter[tuple[int, int, int, bool]]:
     """By drafter, match length, tokens and whether they are censored: rows."""
-    found: Counter[tuple[int, int, int, bool]] = Counter()
+    proposal_counts: Counter[tuple[int, int, int, bool]] = Counter()
     for part in counts.proposals:
         for censored in (False, True):
             for n, many in enumerate(part.censored_counts if censored else part.accepted_counts):
                 if many:
-                    found[NAMES.index(part.drafter), part.match_length, n, censored] += many
-    return found
+                    proposal_counts[NAMES.index(part.drafter), part.match_length, n, censored] += (
+                        many
+                    )
+    return proposal_counts
 
 
 def test_groups_hold_the_rows_of_each_drafter():
@@ -124,8 +130,8 @@ def test_a_lookup_that_drafts_alone_tells_of_itself_only():
     choice = RowChoice(8, "cpu")
     rows = torch.tensor([1, 2])
     free = proposal([[1, 1], [1, 1]], [3, 0])
-    drafted = Drafted(rows, 2, None, free, None, None, is_mixed=False)
-    outcome = choice.learn(drafted, torch.tensor([[1, 0, 0], [0, 0, 0]]), torch.tensor([2, 1]))
+    drafted = RowProposals(rows, 2, None, free, None, None, is_mixed=False)
+    outcome = choice.observe(drafted, torch.tensor([[1, 0, 0], [0, 0, 0]]), torch.tensor([2, 1]))
     counts = counts_of(outcome, [1, 0], 2, Role(None, is_mixed=False))
     assert not counts.groups
     assert list(counts.proposals) == [
@@ -149,8 +155,10 @@ def test_at_gamma_0_first_tokens_are_compared_and_nothing_is_accepted():
     choice = RowChoice(8, "cpu")
     free = proposal([[5], [5], [6]], [3, 0, 2])
     main = torch.tensor([[5], [6], [5]])
-    drafted = Drafted(torch.arange(3), 1, main, free, None, None, is_mixed=False, is_verified=False)
-    outcome = choice.learn(drafted, torch.tensor([[5], [6], [6]]), torch.tensor([1, 1, 1]))
+    drafted = RowProposals(
+        torch.arange(3), 1, main, free, None, None, is_mixed=False, is_verified=False
+    )
+    outcome = choice.observe(drafted, torch.tensor([[5], [6], [6]]), torch.tensor([1, 1, 1]))
     counts = watched(outcome)
     assert not counts.groups
     assert list(counts.proposals) == [
@@ -169,35 +177,35 @@ def steps(
     choice: RowChoice, rule: MixtureRule, main: Sequence[int], free: Sequence[int], times: int
 ) -> list[bool]:
     """Whether row 3 prefers the lookup, step after step; all of them verify 1, 1, 1, 1, 1."""
-    found = []
+    choices = []
     rows, truth = torch.tensor([3]), torch.ones((1, 5), dtype=torch.int64)
     for _ in range(times):
-        device_rule = choice.rule((rule,), NAMES[MIXTURE], 4)
+        device_rule = choice.find_rule((rule,), NAMES[MIXTURE], 4)
         tokens, drafted = choice.choose(
             rows, torch.tensor([main]), proposal([free], [5]), device_rule, is_mixed=True
         )
         known = (tokens == truth[:, :4]).cumprod(1).sum(1) + 1
-        choice.learn(drafted, truth, known)
-        assert drafted.chose is not None
-        found.append(bool(drafted.chose[0]))
-    return found
+        choice.observe(drafted, truth, known)
+        assert drafted.prefers_lookup is not None
+        choices.append(bool(drafted.prefers_lookup[0]))
+    return choices
 
 
 def test_a_request_that_differs_from_what_is_expected_is_learnt_and_forgotten():
     choice = RowChoice(8, "cpu")
     # The lookup is expected to be worth less, and is accepted whole in this request.
-    found = steps(choice, rule_of(2.0, 1.5), [1, 0, 0, 0], [1, 1, 1, 1], 12)
-    assert found[0] is False
-    assert all(found[6:])
-    choice.forget([3])
+    choices = steps(choice, rule_of(2.0, 1.5), [1, 0, 0, 0], [1, 1, 1, 1], 12)
+    assert choices[0] is False
+    assert all(choices[6:])
+    choice.reset_rows([3])
     assert steps(choice, rule_of(2.0, 1.5), [1, 0, 0, 0], [1, 1, 1, 1], 1) == [False]
 
 
 def test_what_a_step_cannot_show_does_not_count_against_a_proposal():
     choice = RowChoice(8, "cpu")
     # The main drafter is used and rejected at once: the step shows one token of the lookup's.
-    found = steps(choice, rule_of(3.0, 2.9), [0, 0, 0, 0], [1, 1, 1, 1], 3)
-    assert found[-1] is True
+    choices = steps(choice, rule_of(3.0, 2.9), [0, 0, 0, 0], [1, 1, 1, 1], 3)
+    assert choices[-1] is True
 
 
 def test_a_proposal_that_was_cut_short_keeps_what_is_expected_of_it():
@@ -205,8 +213,8 @@ def test_a_proposal_that_was_cut_short_keeps_what_is_expected_of_it():
     # One token was seen of a proposal from which 2.9 are expected: that is no reason for less.
     steps(choice, rule_of(3.0, 2.9), [0, 0, 0, 0], [1, 1, 1, 1], 1)
     # The main drafter's ratio is three quarters by now: the lookup's must be above 0.9.
-    found = steps(choice, rule_of(1.2, 1.0), [0, 0, 0, 0], [1, 1, 1, 1], 1)
-    assert found == [True]
+    choices = steps(choice, rule_of(1.2, 1.0), [0, 0, 0, 0], [1, 1, 1, 1], 1)
+    assert choices == [True]
 
 
 def test_without_a_rule_the_main_drafter_is_used():
@@ -222,10 +230,10 @@ def test_without_a_rule_the_main_drafter_is_used():
 @pytest.mark.parametrize(("match", "wanted"), [(0, False), (2, False), (3, True), (5, True)])
 def test_a_longer_match_than_the_rule_names_counts_as_its_longest(match, wanted):
     choice = RowChoice(8, "cpu")
-    rule = choice.rule((rule_of(1.0, 0.5, 1.5),), NAMES[MIXTURE], 4)
+    rule = choice.find_rule((rule_of(1.0, 0.5, 1.5),), NAMES[MIXTURE], 4)
     _, drafted = choice.choose(
         torch.tensor([0]), torch.zeros((1, 4), dtype=torch.int64),
         proposal([[1, 1, 1, 1]], [match]), rule, is_mixed=True,
     )  # fmt: skip
-    assert drafted.chose is not None
-    assert drafted.chose.tolist() == [wanted]
+    assert drafted.prefers_lookup is not None
+    assert drafted.prefers_lookup.tolist() == [wanted]

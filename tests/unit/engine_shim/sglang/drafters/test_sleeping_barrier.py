@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine_shim.sglang.api.versions import TESTED
-from engine_shim.sglang.drafters.idle_kv import IdleDrafter
-from tests.support.installed_wheel import unpacked
+from engine_shim.sglang.drafters.sleeping_drafter import SleepingDrafter
+from tests.support.installed_wheel import unpack_sglang
 
 
 def test_the_verification_s_event_stays_with_the_target() -> None:
@@ -27,7 +27,7 @@ def test_the_verification_s_event_stays_with_the_target() -> None:
     )
     output = SimpleNamespace(hidden_states=torch.zeros(1, 4))
     result = SimpleNamespace(next_token_ids=torch.tensor([3]), logits_output=output)
-    sleeper = IdleDrafter(worker, 8)
+    sleeper = SleepingDrafter(worker, 8)
     sleeper.before_step(batch, asleep=True)
     sleeper.sleep_through(batch, result)
     assert sleeper.counters.slept == 1
@@ -50,4 +50,4 @@ def test_the_verification_s_event_stays_with_the_target() -> None:
     ],
 )
 def test_sglang_orders_its_streams_as_described(version: str, path: str, says: str) -> None:
-    assert says in (unpacked(version) / "sglang" / "srt" / path).read_text()
+    assert says in (unpack_sglang(version) / "sglang" / "srt" / path).read_text()

@@ -78,7 +78,7 @@ class Ready(MiMoForCausalLM):
 
 def test_a_mimo_hands_both_parts_to_its_head() -> None:
     model: Any = MiMoForCausalLM()
-    target_capture.enable(model)
+    target_capture.enable_block_capture(model)
     hidden = torch.ones(3, 2)
     assert model(hidden) == ("tokens", hidden, "head", "batch", None)
     model.set_dflash_layers_to_capture([0, 2])
@@ -91,13 +91,13 @@ def test_a_mimo_hands_both_parts_to_its_head() -> None:
 
 def test_a_mimo_gives_its_embedding_when_asked_without_tokens() -> None:
     model: Any = MiMoForCausalLM()
-    target_capture.enable(model)
+    target_capture.enable_block_capture(model)
     assert model.get_input_embeddings() is model.model.embed_tokens
 
 
 def test_a_model_that_does_so_for_eagle3_is_switched_to_it() -> None:
     model: Any = Glm4MoeForCausalLM()
-    target_capture.enable(model)
+    target_capture.enable_block_capture(model)
     model.set_dflash_layers_to_capture([1])
     assert model.capture_aux_hidden_states
     assert model.model.layers_to_capture == [2]
@@ -105,7 +105,7 @@ def test_a_model_that_does_so_for_eagle3_is_switched_to_it() -> None:
 
 def test_a_model_that_has_it_is_left_alone() -> None:
     model = Ready()
-    target_capture.enable(model)
+    target_capture.enable_block_capture(model)
     model.set_dflash_layers_to_capture([1])
     assert model.asked == [1]
     assert model.model.layers_to_capture == []
@@ -120,7 +120,7 @@ def test_a_model_that_has_it_is_left_alone() -> None:
 )
 def test_others_are_refused_with_a_reason(model: nn.Module, reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
-        target_capture.enable(model)
+        target_capture.enable_block_capture(model)
 
 
 def configure(model: Any, **arguments: Any) -> None:
@@ -131,8 +131,8 @@ def configure(model: Any, **arguments: Any) -> None:
 def configured(layers: list[int]) -> tuple[Any, list[int]]:
     """A model that emits the outputs of these layers, and the layers that read them."""
     model: Any = MiMoForCausalLM()
-    target_capture.enable(model)
-    return model, target_capture.configure_block(
+    target_capture.enable_block_capture(model)
+    return model, target_capture.configure_block_capture(
         configure, model=model, dflash_target_layer_ids=layers
     )
 
@@ -152,8 +152,10 @@ def test_the_last_layers_output_is_what_the_final_norm_reads(
 def test_the_last_layer_of_a_looped_target_is_that_of_its_last_loop() -> None:
     model: Any = MiMoForCausalLM()
     model.model.config.num_loops = 2
-    target_capture.enable(model)
-    inputs = target_capture.configure_block(configure, model=model, dflash_target_layer_ids=[2, 5])
+    target_capture.enable_block_capture(model)
+    inputs = target_capture.configure_block_capture(
+        configure, model=model, dflash_target_layer_ids=[2, 5]
+    )
     # The third of six layers is emitted on entering the fourth, the sixth by the final norm.
     assert inputs == [3, 6]
     assert model.model.layers_to_capture == [3]
@@ -171,9 +173,11 @@ def test_no_tokens_have_no_last_output() -> None:
 def test_a_model_without_a_final_norm_is_refused_if_its_last_layer_is_read() -> None:
     model: Any = MiMoForCausalLM()
     model.model.norm = None
-    target_capture.enable(model)
+    target_capture.enable_block_capture(model)
     with pytest.raises(UnsupportedEngineError, match="has no final norm"):
-        target_capture.configure_block(configure, model=model, dflash_target_layer_ids=[0, 2])
+        target_capture.configure_block_capture(
+            configure, model=model, dflash_target_layer_ids=[0, 2]
+        )
 
 
 def test_a_final_norm_that_is_not_called_is_an_error() -> None:

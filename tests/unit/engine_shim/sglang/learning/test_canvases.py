@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.signal_runs import Canvas, DeviceBudget, canvas_bytes, canvas_of
+from engine_shim.sglang.learning.signal_runs import (
+    DeviceBudget,
+    VerifiedStepCopy,
+    copy_verified_step,
+    verified_step_bytes,
+)
 from engine_shim.sglang.learning.verified_step import Verification
 
 REQUESTS, GAMMA, WIDTH, HIDDEN, VOCABULARY = 3, 2, 8, 6, 20
@@ -26,8 +31,8 @@ def verification(features: torch.Tensor) -> Verification:
     )
 
 
-def tensors_of(canvas: Canvas) -> list[torch.Tensor]:
-    parts = [getattr(canvas, name) for name in Canvas.__slots__]
+def tensors_of(canvas: VerifiedStepCopy) -> list[torch.Tensor]:
+    parts = [getattr(canvas, name) for name in VerifiedStepCopy.__slots__]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
@@ -45,10 +50,12 @@ def tensors_of(canvas: Canvas) -> list[torch.Tensor]:
 def test_the_bytes_are_known_before_anything_is_copied(
     features: torch.Tensor, final: torch.Tensor | None, top: int
 ) -> None:
-    found = verification(features)
-    canvas = canvas_of(found, top, final)
+    step_verification = verification(features)
+    canvas = copy_verified_step(step_verification, top, final)
     storages = [tensor.untyped_storage() for tensor in tensors_of(canvas)]
-    assert canvas_bytes(found, top, final) == sum(storage.nbytes() for storage in storages)
+    assert verified_step_bytes(step_verification, top, final) == sum(
+        storage.nbytes() for storage in storages
+    )
     assert torch.equal(canvas.features, features.bfloat16())
     assert canvas.features.data_ptr() != features.data_ptr()
     assert canvas.top_tokens.shape == (ROWS, min(top, VOCABULARY))
@@ -59,9 +66,9 @@ def test_a_budget_is_never_exceeded_and_what_is_given_back_can_be_had_again() ->
     assert budget.reserve(6)
     assert not budget.reserve(5)
     assert budget.reserve(4)
-    budget.were_read(6)
-    assert budget.held == 4
+    budget.release_read(6)
+    assert budget.used_bytes == 4
     assert not budget.reserve(7)
     budget.release(4)
     assert budget.reserve(10)
-    assert budget.held == 10
+    assert budget.used_bytes == 10

@@ -9,11 +9,11 @@ import torch
 from engine_shim.sglang.learning import deployment
 from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
 from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
-from engine_shim.sglang.training.versions import FOLDER, Made, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER_NAME, VersionError, VersionOrigin, Versions
 from tests.support.eventually import eventually
 from tests.support.training_rounds import make_student, make_target
 
-MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
+MADE = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 1.0)
 
 
 class Serving:
@@ -32,13 +32,13 @@ class Serving:
         self.live = LiveDrafter(student.shape, parameters, student.borrowed, 64, refresh=refresh)
         self.first = {name: part.clone() for name, part in parameters.items()}
         self.deployment = Deployment(folder, self.live)
-        self.versions = Versions(folder / FOLDER)
+        self.versions = Versions(folder / FOLDER_NAME)
 
-    def moved(self, by: float) -> dict[str, torch.Tensor]:
-        return {name: part + by for name, part in self.first.items()}
+    def moved(self, offset: float) -> dict[str, torch.Tensor]:
+        return {name: part + offset for name, part in self.first.items()}
 
-    def serves(self, by: float) -> bool:
-        wanted = self.moved(by)
+    def serves(self, offset: float) -> bool:
+        wanted = self.moved(offset)
         return all(torch.equal(part, wanted[name]) for name, part in self.live.parameters.items())
 
     def steps(self, wanted: int | None, count: int = 50) -> int:
@@ -51,7 +51,7 @@ class Serving:
 
     def finish(self) -> None:
         """Waits, as no engine does, until what is read or stored on a thread is."""
-        for work in (self.deployment._reading, self.deployment._learnt._storing):
+        for work in (self.deployment._read_task, self.deployment._learnt._store_task):
             if work is not None:
                 work._thread.join()
 
@@ -59,9 +59,9 @@ class Serving:
 class Learner:
     """Stands for online updates whose trainer process has made other weights."""
 
-    def __init__(self, engine: Serving, by: float) -> None:
+    def __init__(self, engine: Serving, offset: float) -> None:
         self.weights = DrafterWeights(engine.live.parameters)
-        self.weights.serve(engine.moved(by))
+        self.weights.serve(engine.moved(offset))
         self.judged = True
 
     @property
@@ -70,7 +70,7 @@ class Learner:
 
     @property
     def has_learnt(self) -> bool:
-        return self.weights.changed
+        return self.weights.is_changed
 
     def learnt_weights(self) -> dict[str, torch.Tensor]:
         self.copied = self.weights.copy()
@@ -80,12 +80,12 @@ class Learner:
         serving = self.weights.copy()
         if any(not torch.equal(part, serving[name]) for name, part in self.copied.items()):
             return False
-        self.weights.adopt()
+        self.weights.adopt_served()
         return True
 
     def step(self, engine: Serving, wanted: int, *, collecting: bool) -> bool:
         has_changed = engine.deployment.before_step(wanted)
-        engine.deployment.keep_learnt(self, collecting=collecting)  # type: ignore[arg-type]
+        engine.deployment.store_learnt(self, collecting=collecting)  # type: ignore[arg-type]
         return has_changed
 
     def steps(self, engine: Serving, wanted: int, *, collecting: bool, count: int = 50) -> int:
@@ -120,15 +120,19 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Serving
 def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: Serving):
     learner, counters = Learner(engine, 1), engine.deployment.counters
     learner.steps(engine, 0, collecting=False)
-    assert (counters.version, counters.learnt_from, engine.versions.numbers()) == (0, 0, [])
+    assert (counters.version, counters.learnt_from, engine.versions.version_numbers()) == (0, 0, [])
     assert learner.steps(engine, 0, collecting=True) == 0
     # The plan does not name it yet, and the weights stay.
-    assert (counters.version, counters.learnt_from, engine.versions.numbers()) == (1, 0, [1])
+    assert (counters.version, counters.learnt_from, engine.versions.version_numbers()) == (
+        1,
+        0,
+        [1],
+    )
     assert engine.serves(1)
     assert learner.steps(engine, 1, collecting=True) == 0
     assert (counters.version, counters.learnt_from) == (1, None)
-    found = engine.versions.load(1, engine.first)
-    assert all(torch.equal(part, found[name]) for name, part in engine.moved(1).items())
+    loaded_parameters = engine.versions.load_parameters(1, engine.first)
+    assert all(torch.equal(part, loaded_parameters[name]) for name, part in engine.moved(1).items())
     # From now on, a plan that names the first version means it.
     assert learner.steps(engine, 0, collecting=True) == 1
     assert engine.serves(0)
@@ -137,8 +141,8 @@ def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: Se
 def test_what_was_learnt_does_not_fill_the_disk(engine: Serving):
     """No trainer deletes anything, and the first version, which the plan left, may come back."""
     learner, counters = Learner(engine, 1), engine.deployment.counters
-    for by in (1.0, 2.0):
-        engine.versions.publish(engine.moved(by), MADE)
+    for offset in (1.0, 2.0):
+        engine.versions.publish(engine.moved(offset), MADE)
     engine.steps(1)
     engine.steps(2)
     for count in range(12):
@@ -147,7 +151,7 @@ def test_what_was_learnt_does_not_fill_the_disk(engine: Serving):
         learner.steps(engine, counters.version, collecting=True, count=2)
         assert counters.version == 3 + count
     # Those that are needed, the newest eight before the last one was stored, and that.
-    assert engine.versions.numbers() == [1, *range(6, 15)]
+    assert engine.versions.version_numbers() == [1, *range(6, 15)]
     assert engine.serves(14)
     engine.steps(1)
     assert engine.serves(1)
@@ -171,7 +175,7 @@ def test_what_is_not_judged_yet_is_not_stored(engine: Serving):
     learner = Learner(engine, 1)
     learner.judged = False
     learner.steps(engine, 0, collecting=True)
-    assert engine.versions.numbers() == []
+    assert engine.versions.version_numbers() == []
     assert engine.deployment.counters.learnt_from == 0
 
 
@@ -222,8 +226,8 @@ def test_without_a_plan_what_serves_goes_on(engine: Serving):
 
 
 def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
-    for by in (1, 2):
-        engine.versions.publish(engine.moved(by), MADE)
+    for offset in (1, 2):
+        engine.versions.publish(engine.moved(offset), MADE)
     engine.deployment.before_step(1)
     engine.deployment.before_step(2)
     assert engine.steps(2) == 1
@@ -231,7 +235,7 @@ def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda found: found | {"lm_head.weight": torch.zeros(3)}, "lm_head.weight"),
         (
@@ -240,7 +244,7 @@ def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
         ),
     ],
 )
-def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, spoil, said):
+def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, spoil, message):
     engine.versions.publish(engine.moved(1), MADE)
     engine.versions.publish(spoil(engine.moved(2)), MADE)
     engine.steps(1)
@@ -248,15 +252,15 @@ def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, sp
     assert engine.serves(1)
     state = engine.deployment.counters.state
     assert state.startswith("version 2 cannot be used")
-    assert said in state
+    assert message in state
     # And the next plan is followed again.
     assert engine.steps(0) == 1
     assert engine.deployment.counters.state == "ready"
 
 
 def test_once_stopped_what_serves_goes_on_and_is_named(engine: Serving):
-    for by in (1, 2):
-        engine.versions.publish(engine.moved(by), MADE)
+    for offset in (1, 2):
+        engine.versions.publish(engine.moved(offset), MADE)
     engine.steps(1)
     engine.deployment.stop("out of memory")
     assert engine.steps(2) == engine.steps(0) == 0
@@ -268,7 +272,7 @@ def test_an_error_that_nobody_thought_of_is_said(engine: Serving, monkeypatch: p
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(Versions, "load", fails)
+    monkeypatch.setattr(Versions, "load_parameters", fails)
     assert engine.steps(1) == 0
     assert "MemoryError: no room" in engine.deployment.counters.state
     # And a plan that goes back to what serves ends the matter.

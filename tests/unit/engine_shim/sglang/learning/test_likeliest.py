@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.learning import verified_step as module
-from engine_shim.sglang.learning.verified_step import likeliest
+from engine_shim.sglang.learning.verified_step import likeliest_tokens
 from tests.support.peak_memory import peak_bytes
 
 ROWS, VOCABULARY, TOP = 50, 300, 7
@@ -23,7 +23,7 @@ def test_they_are_those_of_all_logits_at_once(
     passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = 1 if dtype is torch.float32 else 2
-    monkeypatch.setattr(module, "WORKING_BYTES", copies * 4 * VOCABULARY * -(-ROWS // passes))
+    monkeypatch.setattr(module, "MAX_WORKING_BYTES", copies * 4 * VOCABULARY * -(-ROWS // passes))
     # Of a padded vocabulary.  Some values are alike in 16 bits: those have no order.
     generator = torch.Generator().manual_seed(passes)
     order = torch.stack([torch.randperm(VOCABULARY + 20, generator=generator) for _ in range(ROWS)])
@@ -31,7 +31,7 @@ def test_they_are_those_of_all_logits_at_once(
     logits = torch.nn.functional.pad(logits, (0, 20))[:, :VOCABULARY]
     expected_tokens, expected_logs = at_once(logits, TOP)
     before = logits.clone()
-    tokens, logs = likeliest(logits, TOP)
+    tokens, logs = likeliest_tokens(logits, TOP)
     assert (tokens.dtype, logs.dtype) == (torch.int32, torch.float32)
     assert torch.equal(logits.gather(1, tokens.long()), logits.gather(1, expected_tokens))
     assert dtype is not torch.float32 or torch.equal(tokens.long(), expected_tokens)
@@ -43,7 +43,7 @@ def test_of_large_numbers_and_of_forbidden_tokens_too() -> None:
     """A grammar gives tokens that may not follow minus infinity."""
     logits = torch.randn(ROWS, VOCABULARY) * 1e4
     logits[:, 5:] = -torch.inf
-    tokens, logs = likeliest(logits, TOP)
+    tokens, logs = likeliest_tokens(logits, TOP)
     expected_tokens, expected_logs = at_once(logits, TOP)
     torch.testing.assert_close(logs, expected_logs)
     assert torch.equal(tokens[:, :5].long(), expected_tokens[:, :5])
@@ -51,7 +51,7 @@ def test_of_large_numbers_and_of_forbidden_tokens_too() -> None:
 
 
 def test_there_are_no_more_than_the_vocabulary_has() -> None:
-    tokens, logs = likeliest(torch.randn(3, 4), 64)
+    tokens, logs = likeliest_tokens(torch.randn(3, 4), 64)
     assert tokens.shape == logs.shape == (3, 4)
     assert tokens.sort().values.tolist() == [[0, 1, 2, 3]] * 3
     torch.testing.assert_close(logs.exp().sum(-1), torch.ones(3))
@@ -62,19 +62,19 @@ def test_they_take_a_small_part_of_what_the_logits_take(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, vocabulary, room = 512, 20_000, 1 << 20
-    monkeypatch.setattr(module, "WORKING_BYTES", room)
+    monkeypatch.setattr(module, "MAX_WORKING_BYTES", room)
     logits = torch.randn(rows, vocabulary).to(dtype)
     result = rows * TOP * (4 + 4)
     # Their conversion and all logs at once would take 82 MB.
-    assert result < peak_bytes(lambda: likeliest(logits, TOP)) < 1.1 * room + result
+    assert result < peak_bytes(lambda: likeliest_tokens(logits, TOP)) < 1.1 * room + result
 
 
 def test_a_row_that_is_larger_than_the_room_is_a_pass_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "WORKING_BYTES", 1)
+    monkeypatch.setattr(module, "MAX_WORKING_BYTES", 1)
     logits = torch.randn(3, VOCABULARY)
-    tokens, logs = likeliest(logits, TOP)
+    tokens, logs = likeliest_tokens(logits, TOP)
     expected_tokens, expected_logs = at_once(logits, TOP)
     assert torch.equal(tokens.long(), expected_tokens)
     torch.testing.assert_close(logs, expected_logs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.api import transfer
-from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
+from engine_shim.sglang.learning.online_weights import ChangeOutcome, OnlineWeights
 from engine_shim.sglang.learning.student import live_drafter
 from tests.support import late_copies
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
@@ -21,10 +21,10 @@ ASKS = 4
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     late_copies.install(ASKS, monkeypatch.setattr)
-    made = Driver(monkeypatch, LEARNING_RATE="0.01")
-    made.request("first")
-    yield made
-    made.online.close()
+    fresh_driver = Driver(monkeypatch, LEARNING_RATE="0.01")
+    fresh_driver.request("first")
+    yield fresh_driver
+    fresh_driver.online.close()
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,18 @@ def test_what_holds_on_a_cpu_holds_there(check: Callable[[Driver], None], driver
 
 
 def test_what_lands_is_what_the_trainer_has_made(driver: Driver) -> None:
-    driver.until(lambda: driver.counters.updates > 0)
+    driver.await_condition(lambda: driver.counters.updates > 0)
     # Nobody asks for a further one, so that the trainer's memory stays as it is.
     for _ in range(2 * ASKS):
         driver.step(2, stride=0)
-    driver.until(lambda: driver.online.may_be_stored, stride=0)
-    made = driver.online._trainer.weights
-    assert made
-    for name, part in made.items():
+    driver.await_condition(lambda: driver.online.can_be_stored, stride=0)
+    trained_weights = driver.online._trainer.weights
+    assert trained_weights
+    for name, part in trained_weights.items():
         assert torch.equal(driver.model.get_parameter(name), part), name
     # While the next ones are on their way, these will not serve for long.
-    driver.until(lambda: driver.online._copying is not None)
-    assert not driver.online.may_be_stored
+    driver.await_condition(lambda: driver.online._copying is not None)
+    assert not driver.online.can_be_stored
 
 
 def test_what_was_written_unseen_is_told_also_after_what_was_learnt_was_stored(
@@ -61,13 +61,13 @@ def test_what_was_written_unseen_is_told_also_after_what_was_learnt_was_stored(
 ) -> None:
     late_copies.install(ASKS, monkeypatch.setattr)
     model = LlamaForCausalLMEagle3(make_student(make_target()))
-    side = transfer.side_stream(torch.device("cpu"))
+    side = transfer.make_side_stream(torch.device("cpu"))
     weights = OnlineWeights(live_drafter(worker_of(model)), per_request=False, side=side)
     with torch.no_grad():
         model.get_parameter("lm_head.weight").mul_(0.5)
-    assert weights.adopt() is Outcome.DONE
-    assert [weights.look() for _ in range(64 + ASKS)].count(True) == 1
-    assert not any(weights.look() for _ in range(64 + ASKS))
+    assert weights.adopt_served() is ChangeOutcome.DONE
+    assert [weights.check_replaced() for _ in range(64 + ASKS)].count(True) == 1
+    assert not any(weights.check_replaced() for _ in range(64 + ASKS))
 
 
 def test_what_serves_after_the_end_may_be_adopted() -> None:
@@ -75,59 +75,62 @@ def test_what_serves_after_the_end_may_be_adopted() -> None:
         live_drafter(worker_of(LlamaForCausalLMEagle3(make_student(make_target())))),
         per_request=False,
     )
-    assert weights.land({n: part + 1 for n, part in weights.copy().items()}, 0) is Outcome.DONE
-    weights.end(restores=False)
+    assert (
+        weights.apply_trained({n: part + 1 for n, part in weights.copy().items()}, 0)
+        is ChangeOutcome.DONE
+    )
+    weights.end_updates(restores=False)
     assert weights.has_changed
-    assert weights.adopt(others=True) is Outcome.NOTHING
+    assert weights.adopt_served(is_external=True) is ChangeOutcome.NOTHING
     assert not weights.has_changed
 
 
 def test_what_the_trainer_is_given_is_what_served_when_it_was_asked_to_take_it(
     driver: Driver,
 ) -> None:
-    driver.until(lambda: driver.counters.updates > 0)
-    driver.until(lambda: driver.counters.restored == 1, accepted=1)
-    driver.until(lambda: driver.online._copying is not None, stride=0)
-    given = {name: part.detach().clone() for name, part in driver.model.named_parameters()}
+    driver.await_condition(lambda: driver.counters.updates > 0)
+    driver.await_condition(lambda: driver.counters.restored == 1, accepted=1)
+    driver.await_condition(lambda: driver.online._copying is not None, stride=0)
+    served_weights = {name: part.detach().clone() for name, part in driver.model.named_parameters()}
     with torch.no_grad():
         for parameter in driver.model.parameters():
             parameter.mul_(0.5)
-    driver.until(lambda: driver.online._copying is None, stride=0)
+    driver.await_condition(lambda: driver.online._copying is None, stride=0)
     for name, part in driver.online._trainer.weights.items():
-        assert torch.equal(part, given[name]), name
+        assert torch.equal(part, served_weights[name]), name
 
 
 def test_what_somebody_writes_while_weights_are_on_their_way_stays(driver: Driver) -> None:
-    driver.until(lambda: driver.counters.updates > 2)
+    driver.await_condition(lambda: driver.counters.updates > 2)
     # The trainer has answered, and its weights have not landed yet.
-    driver.until(lambda: driver.online._copying is not None)
+    driver.await_condition(lambda: driver.online._copying is not None)
     with torch.no_grad():
         for parameter in driver.model.parameters():
             parameter.mul_(0.5)
-    given = driver.weights()
+    other_weights = driver.weights()
     for _ in range(2 * ASKS):
         driver.step(2, stride=0)
     assert driver.online._copying is None
-    assert torch.equal(driver.weights(), given)
-    driver.until(lambda: driver.counters.replaced == 1, stride=0)
+    assert torch.equal(driver.weights(), other_weights)
+    driver.await_condition(lambda: driver.counters.replaced == 1, stride=0)
     # The trainer continues from there.
     updates = driver.counters.updates
-    driver.until(lambda: driver.counters.updates > updates + 2)
-    assert (driver.weights() - given).abs().max() < 0.2 * given.abs().max()
+    driver.await_condition(lambda: driver.counters.updates > updates + 2)
+    assert (driver.weights() - other_weights).abs().max() < 0.2 * other_weights.abs().max()
 
 
 def test_a_version_that_is_put_in_its_place_is_what_it_continues_from(driver: Driver) -> None:
-    driver.until(lambda: driver.counters.updates > 2)
+    driver.await_condition(lambda: driver.counters.updates > 2)
     with torch.no_grad():
         for name, parameter in driver.model.named_parameters():
             # That is the target's.
             if name != "model.embed_tokens.weight":
                 parameter.mul_(0.5)
-    given = driver.weights()
-    driver.online.others_serve()
+    other_weights = driver.weights()
+    driver.online.on_external_weights()
     assert driver.counters.replaced == 1
-    assert torch.equal(driver.weights(), given)
+    assert torch.equal(driver.weights(), other_weights)
     updates = driver.counters.updates
-    driver.until(lambda: driver.counters.updates > updates + 2)
-    assert (driver.weights() - given).abs().max() < 0.2 * given.abs().max()
+    driver.await_condition(lambda: driver.counters.updates > updates + 2)
+    assert (driver.weights() - other_weights).abs().max() < 0.2 * other_weights.abs().max()
     assert driver.counters.replaced == 1

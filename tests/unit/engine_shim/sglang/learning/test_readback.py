@@ -34,22 +34,27 @@ def step(number: int, requests: int = 3, *, by_learner: bool = True) -> Verifica
     return Verification(batch, result, torch.full((rows, WIDTH), float(number)), by_learner)
 
 
-def overwrite(found: Verification) -> None:
+def overwrite(verification: Verification) -> None:
     """What SGLang does with its buffers in the steps that follow, and with its lists."""
-    for part in (found.tokens, found.logits, found.result.accept_lens, found.batch.seq_lens):
+    for part in (
+        verification.tokens,
+        verification.logits,
+        verification.result.accept_lens,
+        verification.batch.seq_lens,
+    ):
         part.fill_(0)
-    found.features.fill_(0)
-    found.batch.reqs.clear()
+    verification.features.fill_(0)
+    verification.batch.reqs.clear()
 
 
-def check(found: HostRound, number: int, kept: list[int]) -> None:
-    assert found.facts.request_ids == ["0", "1", "2"]
-    assert found.facts.weights == WeightChanges(updates=number)
-    assert found.facts.gamma == GAMMA
-    assert found.accepted == [number] * 3
-    assert found.starts == [100 * number + row for row in range(3)]
-    assert found.rows is not None
-    tokens, features, top_tokens, top_logs = found.rows
+def check(host_round: HostRound, number: int, kept: list[int]) -> None:
+    assert host_round.facts.request_ids == ["0", "1", "2"]
+    assert host_round.facts.weight_changes == WeightChanges(updates=number)
+    assert host_round.facts.gamma == GAMMA
+    assert host_round.accepted == [number] * 3
+    assert host_round.starts == [100 * number + row for row in range(3)]
+    assert host_round.rows is not None
+    tokens, features, top_tokens, top_logs = host_round.rows
     expected = torch.arange(3 * (GAMMA + 1)).view(3, -1)[kept] + 1000 * number
     assert torch.equal(tokens, expected)
     assert features.eq(number).all()
@@ -60,39 +65,39 @@ def check(found: HostRound, number: int, kept: list[int]) -> None:
 
 @pytest.fixture(params=[0, ASKS], ids=["at once", "late"])
 def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    found: int = request.param
-    if found:
-        late_copies.install(found, monkeypatch.setattr)
-    return found
+    extra_asks: int = request.param
+    if extra_asks:
+        late_copies.install(extra_asks, monkeypatch.setattr)
+    return extra_asks
 
 
 @pytest.fixture
 def readback(asks: int) -> Readback:
-    return Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+    return Readback(SHAPE, GAMMA + 1, transfer.make_side_stream(CPU))
 
 
 @pytest.mark.parametrize("kept", [[0, 1, 2], [2, 0]], ids=["all", "some"])
 def test_a_step_arrives_as_it_was_verified(readback: Readback, asks: int, kept: list[int]) -> None:
     arrived: list[int] = []
     for number in range(1, 9):
-        found = step(number)
-        readback.put(found, kept, WeightChanges(updates=number))
-        for one in readback.taken():
-            check(one, one.facts.weights.updates, kept)
-            arrived.append(one.facts.weights.updates)
+        step_verification = step(number)
+        readback.put(step_verification, kept, WeightChanges(updates=number))
+        for one in readback.arrived_rounds():
+            check(one, one.facts.weight_changes.updates, kept)
+            arrived.append(one.facts.weight_changes.updates)
         if asks:
             # On a CPU nothing is left of the step by now.
-            overwrite(found)
+            overwrite(step_verification)
     # The event is asked for once with the step itself.
-    behind = max(0, asks - 1)
-    assert arrived == list(range(1, 9 - behind))
+    late_step_count = max(0, asks - 1)
+    assert arrived == list(range(1, 9 - late_step_count))
     assert readback.dropped == 0
 
 
 def test_without_rows_it_tells_the_lengths(readback: Readback) -> None:
     readback.put(step(4), [], WeightChanges())
-    found = [one for _ in range(ASKS) for one in readback.taken()]
-    assert [(one.accepted, one.rows) for one in found] == [([4, 4, 4], None)]
+    host_rounds = [one for _ in range(ASKS) for one in readback.arrived_rounds()]
+    assert [(one.accepted, one.rows) for one in host_rounds] == [([4, 4, 4], None)]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +108,17 @@ def test_it_says_whether_the_learner_drafted(
     readback: Readback, gamma: int, by_learner: bool, drafted: bool
 ) -> None:
     readback.put(step(1, by_learner=by_learner), [], WeightChanges())
-    (found,) = (one for _ in range(ASKS) for one in readback.taken())
-    assert found.facts.drafted is drafted
+    (host_round,) = (one for _ in range(ASKS) for one in readback.arrived_rounds())
+    assert host_round.facts.is_by_learner is drafted
 
 
 def test_a_step_that_finds_no_room_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     late_copies.install(1000, monkeypatch.setattr)
-    readback = Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+    readback = Readback(SHAPE, GAMMA + 1, transfer.make_side_stream(CPU))
     for number in range(1, 8):
         readback.put(step(number), [0], WeightChanges())
     assert readback.dropped == 3
-    assert list(readback.taken()) == []
+    assert list(readback.arrived_rounds()) == []
 
 
 def test_room_that_was_read_is_used_again(readback: Readback, asks: int) -> None:
@@ -130,9 +135,9 @@ def drain(readback: Readback, put: Callable[[int], None], count: int) -> list[in
     seen: list[int] = []
     for number in range(1, count + 1):
         put(number)
-        for one in readback.taken():
-            check(one, number=one.facts.weights.updates, kept=[1])
-            seen.append(one.facts.weights.updates)
+        for one in readback.arrived_rounds():
+            check(one, number=one.facts.weight_changes.updates, kept=[1])
+            seen.append(one.facts.weight_changes.updates)
     return seen
 
 
@@ -150,7 +155,7 @@ def test_nothing_goes_by_way_of_pageable_memory(
         return original(side, pairs)
 
     monkeypatch.setattr(transfer.SideStream, "copy", copy)
-    readback = Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+    readback = Readback(SHAPE, GAMMA + 1, transfer.make_side_stream(CPU))
     readback.put(step(1), kept, WeightChanges())
     assert len(seen) == (10 if kept else 2)
     assert all(part.is_contiguous() for part in seen)

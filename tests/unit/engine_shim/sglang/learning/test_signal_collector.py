@@ -12,8 +12,8 @@ import torch
 
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.learning import signal_collector, signal_runs, verified_step
-from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
-from engine_shim.sglang.learning.signal_runs import PROMPT, Canvas, SignalRuns
+from engine_shim.sglang.learning.signal_collector import BATCH_ROUNDS, FinalStates, SignalCollector
+from engine_shim.sglang.learning.signal_runs import PROMPT_POSITIONS, SignalRuns, VerifiedStepCopy
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
@@ -52,9 +52,9 @@ def settings(tmp_path: Path) -> PluginSettings:
 
 @pytest.fixture
 def collector(settings: PluginSettings) -> Iterator[SignalCollector]:
-    made = SignalCollector(settings, None)
-    yield made
-    made.close()
+    new_collector = SignalCollector(settings, None)
+    yield new_collector
+    new_collector.close()
 
 
 def kept(folder: Path) -> list[Signal]:
@@ -79,8 +79,8 @@ def read_slowly(settings: PluginSettings, rounds: int) -> tuple[SignalCollector,
     slow = collector._runs = SlowRuns()
     for step in range(rounds):
         collector.after_verify(verification(step), collecting=True)
-        if step == ROUNDS - 1:
-            eventually(collector._queue.empty, what="the first batch is being read")
+        if step == BATCH_ROUNDS - 1:
+            eventually(collector._queue.empty, description="the first batch is being read")
     return collector, slow
 
 
@@ -121,12 +121,12 @@ def prompt(length: int, start: int = 0) -> PromptPass:
 def test_the_end_of_a_prompt_comes_before_what_was_verified(
     tmp_path: Path, collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal_runs, "PROMPT", 60)
-    found = prompt(100)
-    wanted = found.features[40:].bfloat16()
-    collector.after_prefill(found)
-    found.features.fill_(7)
-    found.tokens.fill_(7)
+    monkeypatch.setattr(signal_runs, "PROMPT_POSITIONS", 60)
+    prompt_pass = prompt(100)
+    wanted = prompt_pass.features[40:].bfloat16()
+    collector.after_prefill(prompt_pass)
+    prompt_pass.features.fill_(7)
+    prompt_pass.tokens.fill_(7)
     for step in range(STEPS):
         collector.after_verify(verification(step), collecting=True)
     collector.close()
@@ -139,13 +139,13 @@ def test_the_end_of_a_prompt_comes_before_what_was_verified(
 def test_prompts_count_for_the_devices_budget(
     collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = prompt(PROMPT + 40)
-    size = PROMPT * (8 + 2 * WIDTH)
-    peak = peak_bytes(lambda: collector.after_prefill(found))
+    prompt_pass = prompt(PROMPT_POSITIONS + 40)
+    size = PROMPT_POSITIONS * (8 + 2 * WIDTH)
+    peak = peak_bytes(lambda: collector.after_prefill(prompt_pass))
     assert collector.status()["device_bytes"] == size
     assert size <= peak < 2 * size + 4096
-    monkeypatch.setattr(collector._budget, "limit", size + 10)
-    assert peak_bytes(lambda: collector.after_prefill(found)) < size / 2
+    monkeypatch.setattr(collector._budget, "limit_bytes", size + 10)
+    assert peak_bytes(lambda: collector.after_prefill(prompt_pass)) < size / 2
     assert collector.status()["unread"] == 1
 
 
@@ -154,14 +154,18 @@ def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
 ) -> None:
     wanted, logs = [], []
     for step in range(STEPS):
-        found = verification(step)
-        wanted.append(found.features[:ACCEPTED].bfloat16())
-        logs.append(found.logits[:ACCEPTED].log_softmax(-1))
-        collector.after_verify(found, collecting=True)
-        for buffer in (found.tokens, found.features, found.logits):
+        round_verification = verification(step)
+        wanted.append(round_verification.features[:ACCEPTED].bfloat16())
+        logs.append(round_verification.logits[:ACCEPTED].log_softmax(-1))
+        collector.after_verify(round_verification, collecting=True)
+        for buffer in (
+            round_verification.tokens,
+            round_verification.features,
+            round_verification.logits,
+        ):
             buffer.fill_(7)
-        found.batch.seq_lens.fill_(7)
-        found.result.accept_lens.fill_(1)
+        round_verification.batch.seq_lens.fill_(7)
+        round_verification.result.accept_lens.fill_(1)
     collector.close()
     (signal,) = kept(tmp_path)
     assert torch.equal(signal.features, torch.cat(wanted))
@@ -181,9 +185,9 @@ def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
     assert collector.status()["open"]
     assert kept(tmp_path) == []
     collector.after_verify(verification(STEPS), collecting=False)
-    eventually(lambda: collector.status()["signals"] == 1, what="the signal is written")
+    eventually(lambda: collector.status()["signals"] == 1, description="the signal is written")
     # The reading thread says so a moment later.
-    eventually(lambda: not collector.status()["open"], what="nothing is under way")
+    eventually(lambda: not collector.status()["open"], description="nothing is under way")
     assert [len(signal.tokens) for signal in kept(tmp_path)] == [STEPS * ACCEPTED]
 
 
@@ -193,7 +197,7 @@ def test_rounds_that_are_large_do_not_wait_for_others(
     read: list[int] = []
     runs = collector._runs
 
-    def counting(canvases: list[Canvas]) -> list[Signal]:
+    def counting(canvases: list[VerifiedStepCopy]) -> list[Signal]:
         read.append(len(canvases))
         return SignalRuns.read(runs, canvases)
 
@@ -201,7 +205,7 @@ def test_rounds_that_are_large_do_not_wait_for_others(
     monkeypatch.setattr(collector, "_batch_bytes", 5 * CANVAS_BYTES)
     for step in range(STEPS):
         collector.after_verify(verification(step), collecting=True)
-        eventually(lambda: not collector._queue.unfinished_tasks, what="it has been read")
+        eventually(lambda: not collector._queue.unfinished_tasks, description="it has been read")
     assert read == [5, 5]
 
 
@@ -210,30 +214,30 @@ def test_rounds_that_cannot_be_read_in_time_are_dropped_and_counted(
 ) -> None:
     """The engine's thread never waits; what was read before and after is kept, and no gap in it."""
     # One batch being read, two waiting, and two that find no room.
-    collector, slow = read_slowly(settings, 5 * ROUNDS)
-    assert collector.status()["unread"] == 2 * ROUNDS
+    collector, slow = read_slowly(settings, 5 * BATCH_ROUNDS)
+    assert collector.status()["unread"] == 2 * BATCH_ROUNDS
     slow.may.set()
-    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
-    for step in range(5 * ROUNDS, 6 * ROUNDS):
+    eventually(lambda: not collector._queue.unfinished_tasks, description="the queue is empty")
+    for step in range(5 * BATCH_ROUNDS, 6 * BATCH_ROUNDS):
         collector.after_verify(verification(step), collecting=True)
     collector.close()
-    found = [(signal.start, len(signal.tokens)) for signal in kept(tmp_path)]
-    assert found == [
-        (100, 3 * ROUNDS * ACCEPTED),
-        (100 + 5 * ROUNDS * ACCEPTED, ROUNDS * ACCEPTED),
+    signal_spans = [(signal.start, len(signal.tokens)) for signal in kept(tmp_path)]
+    assert signal_spans == [
+        (100, 3 * BATCH_ROUNDS * ACCEPTED),
+        (100 + 5 * BATCH_ROUNDS * ACCEPTED, BATCH_ROUNDS * ACCEPTED),
     ]
 
 
 def test_an_end_that_finds_no_room_is_said_again(tmp_path: Path, settings: PluginSettings) -> None:
-    collector, slow = read_slowly(settings, 3 * ROUNDS)
-    collector.after_verify(verification(3 * ROUNDS), collecting=False)
-    assert collector._open
+    collector, slow = read_slowly(settings, 3 * BATCH_ROUNDS)
+    collector.after_verify(verification(3 * BATCH_ROUNDS), collecting=False)
+    assert collector._is_open
     slow.may.set()
-    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
-    collector.after_verify(verification(3 * ROUNDS + 1), collecting=False)
-    eventually(lambda: not collector.status()["open"], what="the runs are over")
+    eventually(lambda: not collector._queue.unfinished_tasks, description="the queue is empty")
+    collector.after_verify(verification(3 * BATCH_ROUNDS + 1), collecting=False)
+    eventually(lambda: not collector.status()["open"], description="the runs are over")
     collector.close()
-    assert [len(signal.tokens) for signal in kept(tmp_path)] == [3 * ROUNDS * ACCEPTED]
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [3 * BATCH_ROUNDS * ACCEPTED]
 
 
 def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
@@ -241,14 +245,14 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
 ) -> None:
     collector = SignalCollector(settings, None)
     runs = collector._runs = FailingRuns()
-    for step in range(2 * ROUNDS + 3):
+    for step in range(2 * BATCH_ROUNDS + 3):
         collector.after_verify(verification(step), collecting=True)
     runs.may.set()
-    wanted = f"RuntimeError: no room for {ROUNDS} rounds"
-    eventually(lambda: collector.status()["state"] == wanted, what="it has failed")
-    eventually(lambda: not collector.status()["open"], what="nothing waits")
-    collector.after_verify(verification(2 * ROUNDS + 3), collecting=True)
-    assert collector._canvases == []
+    wanted = f"RuntimeError: no room for {BATCH_ROUNDS} rounds"
+    eventually(lambda: collector.status()["state"] == wanted, description="it has failed")
+    eventually(lambda: not collector.status()["open"], description="nothing waits")
+    collector.after_verify(verification(2 * BATCH_ROUNDS + 3), collecting=True)
+    assert collector._copies == []
     # What waited then is not read: who knows what a run holds by now.
     assert runs.reads == 1
     assert "training signals are no longer collected" in caplog.text
@@ -259,14 +263,14 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
 def test_after_an_error_of_the_engines_thread_what_was_read_is_written(
     tmp_path: Path, collector: SignalCollector
 ) -> None:
-    for step in range(ROUNDS + 3):
+    for step in range(BATCH_ROUNDS + 3):
         collector.after_verify(verification(step), collecting=True)
-    collector.give_up("RuntimeError: no memory")
-    eventually(lambda: collector.status()["signals"] == 1, what="the signal is written")
-    collector.after_verify(verification(ROUNDS + 3), collecting=True)
+    collector.stop("RuntimeError: no memory")
+    eventually(lambda: collector.status()["signals"] == 1, description="the signal is written")
+    collector.after_verify(verification(BATCH_ROUNDS + 3), collecting=True)
     collector.close()
     collector.close()
-    assert [len(signal.tokens) for signal in kept(tmp_path)] == [ROUNDS * ACCEPTED]
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [BATCH_ROUNDS * ACCEPTED]
     assert collector.status()["state"] == "RuntimeError: no memory"
 
 
@@ -281,7 +285,7 @@ def test_waiting_rounds_take_no_more_of_the_device_than_they_may(
     settings: PluginSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither do their logits, which take ten megabytes each, for a moment."""
-    monkeypatch.setattr(verified_step, "WORKING_BYTES", 1 << 20)
+    monkeypatch.setattr(verified_step, "MAX_WORKING_BYTES", 1 << 20)
     most = 10 << 20
     settings = settings.model_copy(update={"signals_device_megabytes": most >> 20})
     collector = SignalCollector(settings, None)
@@ -289,8 +293,8 @@ def test_waiting_rounds_take_no_more_of_the_device_than_they_may(
     rounds = [large(step) for step in range(6)]
 
     def collect() -> None:
-        for found in rounds:
-            collector.after_verify(found, collecting=True)
+        for round_verification in rounds:
+            collector.after_verify(round_verification, collecting=True)
 
     peak = peak_bytes(collect)
     assert 3 * LARGE_BYTES <= peak < most + (1 << 20)
@@ -298,7 +302,7 @@ def test_waiting_rounds_take_no_more_of_the_device_than_they_may(
     assert collector.status()["unread"] == 3
     assert collector.status()["too_large"] == 0
     slow.may.set()
-    eventually(lambda: collector.status()["device_bytes"] == 0, what="they are read")
+    eventually(lambda: collector.status()["device_bytes"] == 0, description="they are read")
     collector.after_verify(large(6), collecting=True)
     assert collector.status()["unread"] == 3
     collector.close()
@@ -309,9 +313,9 @@ def test_of_a_round_that_is_too_large_by_itself_nothing_is_allocated(
 ) -> None:
     settings = settings.model_copy(update={"signals_device_megabytes": 2})
     collector = SignalCollector(settings, None)
-    found = large(0)
-    assert peak_bytes(lambda: collector.after_verify(found, collecting=True)) < 10_000
-    collector.after_verify(found, collecting=True)
+    round_verification = large(0)
+    assert peak_bytes(lambda: collector.after_verify(round_verification, collecting=True)) < 10_000
+    collector.after_verify(round_verification, collecting=True)
     assert collector.status()["too_large"] == collector.status()["unread"] == 2
     assert not collector.status()["open"]
     (line,) = caplog.messages
@@ -327,13 +331,13 @@ def test_small_rounds_do_not_keep_out_a_large_one(settings: PluginSettings) -> N
     settings = settings.model_copy(update={"signals_device_megabytes": 3})
     collector = SignalCollector(settings, None)
     # With these the large one has no room.
-    for step in range(ROUNDS - 1):
+    for step in range(BATCH_ROUNDS - 1):
         collector.after_verify(verification(step, requests=10, width=100), collecting=True)
-    found = large(ROUNDS - 1)
-    collector.after_verify(found, collecting=True)
+    round_verification = large(BATCH_ROUNDS - 1)
+    collector.after_verify(round_verification, collecting=True)
     assert collector.status()["unread"] == 1
-    eventually(lambda: collector.status()["device_bytes"] == 0, what="they are read")
-    collector.after_verify(found, collecting=True)
+    eventually(lambda: collector.status()["device_bytes"] == 0, description="they are read")
+    collector.after_verify(round_verification, collecting=True)
     assert collector.status()["unread"] == 1
     collector.close()
 
@@ -342,18 +346,18 @@ def test_what_has_been_read_is_on_the_device_no_more(
     collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even while the thread has nothing else to read."""
-    made: list[weakref.ref[torch.Tensor]] = []
+    feature_references: list[weakref.ref[torch.Tensor]] = []
 
-    def canvas_of(*arguments: Any) -> Canvas:
-        canvas = signal_runs.canvas_of(*arguments)
-        made.append(weakref.ref(canvas.features))
+    def canvas_of(*arguments: Any) -> VerifiedStepCopy:
+        canvas = signal_runs.copy_verified_step(*arguments)
+        feature_references.append(weakref.ref(canvas.features))
         return canvas
 
-    monkeypatch.setattr(signal_collector, "canvas_of", canvas_of)
-    for step in range(ROUNDS):
+    monkeypatch.setattr(signal_collector, "copy_verified_step", canvas_of)
+    for step in range(BATCH_ROUNDS):
         collector.after_verify(verification(step), collecting=True)
-    eventually(lambda: not collector._queue.unfinished_tasks, what="they are read")
-    assert [reference() for reference in made] == [None] * ROUNDS
+    eventually(lambda: not collector._queue.unfinished_tasks, description="they are read")
+    assert [reference() for reference in feature_references] == [None] * BATCH_ROUNDS
     assert collector.status()["device_bytes"] == 0
 
 
@@ -362,17 +366,17 @@ def test_rounds_that_are_dropped_give_their_room_back(settings: PluginSettings, 
     collector = SignalCollector(settings, None)
     collector._runs = FailingRuns()
     collector._runs.may.set()
-    for step in range(3 * ROUNDS):
+    for step in range(3 * BATCH_ROUNDS):
         collector.after_verify(verification(step, width=width), collecting=True)
-    collector.give_up("RuntimeError: no memory")
-    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
+    collector.stop("RuntimeError: no memory")
+    eventually(lambda: not collector._queue.unfinished_tasks, description="the queue is empty")
     assert collector.status()["device_bytes"] == 0
     collector.close()
 
 
 def test_a_second_end_finds_nothing_to_do(collector: SignalCollector) -> None:
     collector.after_verify(verification(0), collecting=True)
-    collector.give_up("RuntimeError: no memory")
+    collector.stop("RuntimeError: no memory")
     for _ in range(3):
         collector.close()
         # Where nobody reads any more, a full queue would be waited for.
@@ -394,9 +398,9 @@ def test_last_hidden_states_of_another_pass_are_refused() -> None:
     target = Target()
     final = FinalStates(target)
     with pytest.raises(RuntimeError, match="not those of this round"):
-        final.of(4)
+        final.newest_rows(4)
     states = torch.randn(4, WIDTH)
     target.logits_processor(None, states)
-    assert final.of(4) is states
+    assert final.newest_rows(4) is states
     with pytest.raises(RuntimeError, match="not those of this round"):
-        final.of(3)
+        final.newest_rows(3)

@@ -9,7 +9,8 @@ import torch
 
 from engine_shim.sglang.learning.student import DrafterWeights, WeightsDifferError, live_drafter
 from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.students import UnsupportedDrafterError, student_of
+from engine_shim.sglang.training.students import UnsupportedDrafterError
+from engine_shim.sglang.training.students import make_student as make_live_student
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (
     SHAPE,
@@ -31,11 +32,11 @@ def test_an_eagle3_drafter_is_described_with_its_vocabulary(
 ) -> None:
     ours = make(make_target())
     expected = {name: part.detach().clone() for name, part in ours.named_parameters()}
-    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours)))
-    student = student_of(found.shape, found.borrowed)
+    drafter = live_drafter(worker_of(LlamaForCausalLMEagle3(ours)))
+    student = make_live_student(drafter.shape, drafter.borrowed)
     assert isinstance(student, Eagle3Student)
     assert student.shape == ours.shape
-    student.load_state_dict(found.parameters)
+    student.load_state_dict(drafter.parameters)
     for name, part in student.named_parameters():
         assert torch.equal(part, expected[name]), name
     assert torch.equal(student.embedding, ours.embedding)
@@ -51,15 +52,15 @@ def test_a_head_that_sglang_has_padded_is_trained_without_the_padding() -> None:
     model = LlamaForCausalLMEagle3(ours)
     padded = torch.nn.Linear(SHAPE.hidden, 64, bias=False)
     model.lm_head = padded
-    found = live_drafter(worker_of(model))
-    assert found.parameters[HEAD].shape == (30, SHAPE.hidden)
+    drafter = live_drafter(worker_of(model))
+    assert drafter.parameters[HEAD].shape == (30, SHAPE.hidden)
     # Written in place: it is a part of the live one.
-    DrafterWeights(found.parameters).serve(
-        {name: part.detach() + 1 for name, part in found.parameters.items()}
+    DrafterWeights(drafter.parameters).serve(
+        {name: part.detach() + 1 for name, part in drafter.parameters.items()}
     )
     before = padded.weight.detach().clone()
-    DrafterWeights(found.parameters).serve(
-        {name: part.detach() + 1 for name, part in found.parameters.items()}
+    DrafterWeights(drafter.parameters).serve(
+        {name: part.detach() + 1 for name, part in drafter.parameters.items()}
     )
     assert torch.equal(padded.weight[:30], before[:30] + 1)
     assert torch.equal(padded.weight[30:], before[30:])
@@ -73,20 +74,20 @@ def test_the_targets_head_is_used_and_never_trained() -> None:
     ours = Eagle3Student(replace(whole.shape, own_head=False), whole.embedding, head)
     model = LlamaForCausalLMEagle3(ours)
     model.load_lm_head_from_target = True
-    found = live_drafter(worker_of(model))
-    assert HEAD not in found.parameters
-    assert isinstance(found.shape, Eagle3Shape)
-    assert not found.shape.own_head
-    assert found.borrowed.head is not None
-    assert torch.equal(found.borrowed.head, head)
+    drafter = live_drafter(worker_of(model))
+    assert HEAD not in drafter.parameters
+    assert isinstance(drafter.shape, Eagle3Shape)
+    assert not drafter.shape.own_head
+    assert drafter.borrowed.head is not None
+    assert torch.equal(drafter.borrowed.head, head)
 
 
 def test_an_embedding_that_is_the_head_is_used_and_never_trained() -> None:
     whole = make_student(make_target())
     ours = Eagle3Student(replace(whole.shape, own_head=False), whole.embedding)
-    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours, tie_word_embeddings=True)))
-    assert HEAD not in found.parameters
-    assert found.borrowed.head is None
+    drafter = live_drafter(worker_of(LlamaForCausalLMEagle3(ours, tie_word_embeddings=True)))
+    assert HEAD not in drafter.parameters
+    assert drafter.borrowed.head is None
 
 
 def windowed() -> LlamaForCausalLMEagle3:
@@ -151,6 +152,6 @@ def test_a_draft_vocabulary_lies_where_the_drafter_does() -> None:
     model = LlamaForCausalLMEagle3(make_pruned_student(make_target()))
     expected = model.hot_token_id
     model.to("meta")
-    found = live_drafter(worker_of(model))
-    assert {part.device.type for part in found.borrowed if part is not None} == {"meta"}
+    drafter = live_drafter(worker_of(model))
+    assert {part.device.type for part in drafter.borrowed if part is not None} == {"meta"}
     assert model.hot_token_id is expected

@@ -20,7 +20,7 @@ from engine_shim.sglang.training.drafter_config import (
     DFLASH_FIELDS,
     EAGLE3_FIELDS,
     EAGLE_LAYERS,
-    INERT,
+    INERT_FIELDS,
     MTP_FIELDS,
     unknown_fields,
 )
@@ -52,9 +52,9 @@ UNLOADABLE = "qwen2.5-vl-32b-eagle3"
 def as_sglang_has_it(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of a published config."""
     fields = json.loads(json.dumps(config))
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    found: dict[str, Any] = made.to_dict()
-    return found
+    sglang_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config_fields: dict[str, Any] = sglang_config.to_dict()
+    return config_fields
 
 
 def test_all_of_the_family_are_here() -> None:
@@ -72,20 +72,20 @@ def test_a_published_config_is_accepted_or_refused_with_a_reason(name: str) -> N
     else:
         live = as_sglang_has_it(config)
     if name in REFUSED:
-        for found in (config, live):
+        for config_form in (config, live):
             with pytest.raises(UnsupportedDrafterError, match=REFUSED[name]):
-                eagle3_shape(found)
+                eagle3_shape(config_form)
         return
     shape = eagle3_shape(config)
     # What is read from a folder is what is read from the engine.
     assert eagle3_shape(live) == shape
     assert shape.decoder.vocabulary == config["vocab_size"]
-    assert shape.drafts == config["draft_vocab_size"]
-    assert (shape.draft_vocabulary is None) == (shape.drafts == config["vocab_size"])
+    assert shape.draft_vocabulary_size == config["draft_vocab_size"]
+    assert (shape.draft_vocabulary is None) == (shape.draft_vocabulary_size == config["vocab_size"])
     assert shape.own_head
     named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [])
     assert shape.feature_layers == tuple(named)
-    assert shape.features == 3
+    assert shape.feature_count == 3
     assert shape.fc_norm == shape.norm_output == (name == "qwen3-30B-A3B-eagle3.1")
     heads = config["num_attention_heads"]
     assert shape.decoder.head_dim == config.get("head_dim", config["hidden_size"] // heads)
@@ -172,8 +172,8 @@ def test_heads_and_norms_are_read() -> None:
     assert eagle3_shape(config(draft_vocab_size=None)) == Eagle3Shape(decoder, (), own_head=False)
     assert not eagle3_shape(config(tie_word_embeddings=True)).own_head
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
-        found = eagle3_shape(config(eagle_config=layers, **{name: True}))
-        assert found == Eagle3Shape(decoder, (0, 1), **{name: True})
+        drafter_shape = eagle3_shape(config(eagle_config=layers, **{name: True}))
+        assert drafter_shape == Eagle3Shape(decoder, (0, 1), **{name: True})
     nested = eagle3_shape(config(eagle_config=layers | {"norm_before_fc": True}))
     assert nested.norm_before_fc
     assert eagle3_shape(config(use_aux_norm=True)).fc_norm
@@ -321,9 +321,9 @@ def test_a_block_drafters_sizes_are_read_where_sglang_reads_them() -> None:
     expected = DFlashShape(decoder_shape(block_config()), (1, 4), 8, 39)
     assert dflash_shape(block_config()) == expected
     inside = {"dflash_config": NESTED | {"block_size": 8, "num_target_layers": 6}}
-    beside = {"dflash_config": None, "target_layer_ids": [1, 4], "mask_token_id": 39}
+    top_level_fields = {"dflash_config": None, "target_layer_ids": [1, 4], "mask_token_id": 39}
     assert dflash_shape(block_config(block_size=None, **inside)) == expected
-    assert dflash_shape(block_config(**beside)) == expected
+    assert dflash_shape(block_config(**top_level_fields)) == expected
     assert dflash_shape(block_config(block_size=None)).block == 16
     # SpecForge writes it.
     assert dflash_shape(block_config(draft_vocab_size=40)) == expected
@@ -339,9 +339,9 @@ def test_a_block_drafters_sizes_are_read_where_sglang_reads_them() -> None:
 
 def test_layers_and_a_mask_that_the_config_does_not_name_are_those_of_the_engine() -> None:
     unnamed = block_config(dflash_config=None)
-    found = dflash_shape(unnamed, target_layers=24, unnamed_mask=7)
+    drafter_shape = dflash_shape(unnamed, target_layers=24, unnamed_mask=7)
     # As SGLang chooses: from the second to the fourth from last.
-    assert (found.feature_layers, found.mask_token) == ((1, 21), 7)
+    assert (drafter_shape.feature_layers, drafter_shape.mask_token) == ((1, 21), 7)
     assert dflash_shape(unnamed, unnamed_mask=7).feature_layers == (1, 3)
     free = block_config(dflash_config=None, num_target_layers=None)
     assert dflash_shape(free, unnamed_layers=(2, 5), unnamed_mask=7).feature_layers == (2, 5)
@@ -404,9 +404,9 @@ def test_a_predictors_target_is_read_by_the_same_rule() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3"])
 def test_what_transformers_writes_into_every_config_is_known(kind: str) -> None:
-    made = AutoConfig.for_model(kind).to_dict()
+    config_fields = AutoConfig.for_model(kind).to_dict()
     for known in (EAGLE3_FIELDS, DFLASH_FIELDS, MTP_FIELDS):
-        assert unknown_fields(made, known) == []
+        assert unknown_fields(config_fields, known) == []
 
 
 def test_what_sglang_writes_into_a_live_config_is_known() -> None:
@@ -447,4 +447,4 @@ def test_no_field_that_sglang_computes_with_is_passed_over(module: str) -> None:
         ):
             read |= {one.value for one in node.args[1:2] if isinstance(one, ast.Constant)}
     assert {"hidden_size", "rms_norm_eps"} <= read
-    assert read & INERT <= HARMLESS
+    assert read & INERT_FIELDS <= HARMLESS

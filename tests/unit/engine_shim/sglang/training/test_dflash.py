@@ -27,11 +27,11 @@ BATCH, LENGTH = 3, 14
 @pytest.fixture
 def student() -> DFlashStudent:
     torch.manual_seed(5)
-    made = DFlashStudent(SHAPE, torch.randn(DECODER.vocabulary, DECODER.hidden))
+    new_student = DFlashStudent(SHAPE, torch.randn(DECODER.vocabulary, DECODER.hidden))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in new_student.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return made.eval()
+    return new_student.eval()
 
 
 @pytest.fixture
@@ -50,10 +50,12 @@ def test_blocks_do_not_see_each_other_nor_what_comes_later(
     student: DFlashStudent, features: Tensor, tokens: Tensor
 ) -> None:
     anchors = torch.tensor([3, 9, 1, 14])
-    together = student.blocks(features, tokens, anchors)
+    together = student.block_logits(features, tokens, anchors)
     assert together.shape == (BATCH, 4, 4, 61)
     for index, anchor in enumerate(anchors.tolist()):
-        alone = student.blocks(features[:, :anchor], tokens[:, : anchor + 1], anchors[[index]])
+        alone = student.block_logits(
+            features[:, :anchor], tokens[:, : anchor + 1], anchors[[index]]
+        )
         assert torch.allclose(together[:, index], alone[:, 0], atol=1e-5)
 
 
@@ -61,11 +63,11 @@ def test_of_a_block_only_the_newest_token_is_read(
     student: DFlashStudent, features: Tensor, tokens: Tensor
 ) -> None:
     anchor = torch.tensor([6])
-    before = student.blocks(features, tokens, anchor)
+    before = student.block_logits(features, tokens, anchor)
     tokens[:, 7:] = 0
-    assert torch.equal(student.blocks(features, tokens, anchor), before)
+    assert torch.equal(student.block_logits(features, tokens, anchor), before)
     tokens[:, 6] += 1
-    assert not torch.allclose(student.blocks(features, tokens, anchor), before)
+    assert not torch.allclose(student.block_logits(features, tokens, anchor), before)
 
 
 def test_rows_of_a_block_see_each_other_in_both_directions(
@@ -110,8 +112,8 @@ def test_rows_of_a_block_see_each_other_in_both_directions(
             out.append(residual + layer.mlp(layer.post_attention_layernorm(residual)))
         rows = out
     expected = torch.stack([student.embedding @ student.norm(row) for row in rows[1:]])
-    found = student.blocks(features, tokens, torch.tensor([length]))[0, 0]
-    assert torch.allclose(found, expected, atol=1e-4)
+    block_logits = student.block_logits(features, tokens, torch.tensor([length]))[0, 0]
+    assert torch.allclose(block_logits, expected, atol=1e-4)
     drafted = student.greedy_block(features[:1, :length], tokens[:1, : length + 1])
     assert torch.equal(drafted[0], expected.argmax(-1))
 
@@ -134,9 +136,9 @@ def test_the_loss_decays_as_the_paper_suggests(block: int, expected: float) -> N
 
 
 def test_a_larger_block_is_never_weighed_over_fewer_positions() -> None:
-    found = [loss_decay(block) for block in range(2, 65)]
-    assert found == sorted(found)
-    assert len(set(found)) == len(found)
+    decays = [loss_decay(block) for block in range(2, 65)]
+    assert decays == sorted(decays)
+    assert len(set(decays)) == len(decays)
 
 
 def test_near_positions_count_more() -> None:
@@ -164,13 +166,13 @@ def test_drafting_from_a_row_is_a_block_behind_it(
     student: DFlashStudent, features: Tensor, tokens: Tensor
 ) -> None:
     steps = student.unroll(features, tokens, 3, first_anchor=4)
-    blocks = student.blocks(features, tokens, torch.arange(5, LENGTH + 1))
+    blocks = student.block_logits(features, tokens, torch.arange(5, LENGTH + 1))
     assert len(steps) == 3
     for step, logits in enumerate(steps):
         assert torch.equal(logits, blocks[:, :, step])
     with pytest.raises(ValueError, match="4 drafts, not 5"):
         student.unroll(features, tokens, 5)
-    assert len(student.unroll(features, tokens, student.most_drafts)) == 4
+    assert len(student.unroll(features, tokens, student.max_drafts)) == 4
 
 
 def test_a_padded_window_from_further_on_drafts_as_the_window_alone(
@@ -182,10 +184,10 @@ def test_a_padded_window_from_further_on_drafts_as_the_window_alone(
     garbage = features[:1].clone()
     garbage[:, :5] = 1e3
     positions = torch.arange(LENGTH)[None] + 20
-    beside = student.unroll(
+    padded_logits = student.unroll(
         garbage, tokens[:1], 3, first_anchor=5, positions=positions, valid=valid
     )
-    for one, other in zip(alone, beside, strict=True):
+    for one, other in zip(alone, padded_logits, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
@@ -196,8 +198,8 @@ def test_the_head_is_the_targets_own_where_it_has_one(
     headed.load_state_dict(student.state_dict())
     assert "head" not in headed.state_dict()
     anchor = torch.tensor([6])
-    twice = 2 * student.blocks(features, tokens, anchor)
-    assert torch.allclose(headed.blocks(features, tokens, anchor), twice, atol=1e-4)
+    twice = 2 * student.block_logits(features, tokens, anchor)
+    assert torch.allclose(headed.block_logits(features, tokens, anchor), twice, atol=1e-4)
 
 
 def test_at_the_end_of_all_positions_it_still_drafts(

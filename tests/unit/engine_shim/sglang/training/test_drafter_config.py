@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from engine_shim.sglang.api.versions import sglang_version
 from engine_shim.sglang.training.drafter_config import (
-    DEFAULT_MASK,
+    DEFAULT_MASK_TEXT,
     EAGLE_LAYERS,
     DFlashConfig,
     DrafterConfigError,
@@ -62,7 +62,7 @@ def parsed_by_sglang() -> Any:
     )
     nodes: list[ast.stmt] = [sglang().definition(f"{UTILS}.{name}") for name in wanted]
     names = executed(
-        nodes, dataclass=dataclass, Integral=Integral, DEFAULT_DFLASH_MASK_TOKEN=DEFAULT_MASK
+        nodes, dataclass=dataclass, Integral=Integral, DEFAULT_DFLASH_MASK_TOKEN=DEFAULT_MASK_TEXT
     )
     return names["parse_dflash_draft_config"]
 
@@ -77,8 +77,8 @@ class Form(NamedTuple):
 def forms(config: dict[str, Any]) -> list[Form]:
     """A folder's config.json, and what transformers makes of it."""
     fields = {"model_type": "qwen3", **config}
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return [Form(config, config), Form(made, made.to_dict())]
+    sglang_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return [Form(config, config), Form(sglang_config, sglang_config.to_dict())]
 
 
 IDS = [1, 9, 17, 25, 33]
@@ -152,17 +152,17 @@ def read_or_refused(read: Any, *arguments: Any, **named: Any) -> Any:
         return None
 
 
-def as_ours(found: Any) -> DFlashConfig | None:
-    if found is None:
+def as_ours(sglang_config: Any) -> DFlashConfig | None:
+    if sglang_config is None:
         return None
-    ids = found.target_layer_ids
+    ids = sglang_config.target_layer_ids
     return DFlashConfig(
-        block=found.resolve_block_size(default=16),
-        layers=found.num_hidden_layers,
-        target_layers=found.num_target_layers,
+        block=sglang_config.resolve_block_size(default=16),
+        layers=sglang_config.num_hidden_layers,
+        target_layers=sglang_config.num_target_layers,
         named_layers=None if ids is None else tuple(ids),
-        mask_token=found.mask_token,
-        mask_id=found.mask_token_id,
+        mask_token=sglang_config.mask_token,
+        mask_id=sglang_config.mask_token_id,
     )
 
 
@@ -170,22 +170,22 @@ def as_ours(found: Any) -> DFlashConfig | None:
 def test_a_block_drafters_config_is_read_as_sglang_reads_it(name: str) -> None:
     for theirs, ours in forms({"num_hidden_layers": 5} | DFLASH[name]):
         expected = read_or_refused(parsed_by_sglang(), draft_hf_config=theirs)
-        found = read_or_refused(read_dflash, ours)
-        assert found == as_ours(expected)
+        dflash_config = read_or_refused(read_dflash, ours)
+        assert dflash_config == as_ours(expected)
         if expected is None:
             continue
         for layers in (TARGET_LAYERS, 24, 4, 3):
             resolved = read_or_refused(expected.resolve_target_layer_ids, target_num_layers=layers)
-            chosen = read_or_refused(found.feature_layers, layers)
+            chosen = read_or_refused(dflash_config.feature_layers, layers)
             assert chosen == (None if resolved is None else tuple(resolved)), layers
 
 
 def test_the_table_has_configs_of_both_kinds() -> None:
-    found = [
+    block_configs = [
         read_or_refused(read_dflash, {"num_hidden_layers": 5} | one) for one in DFLASH.values()
     ]
-    assert sum(one is None for one in found) == 11
-    assert {one.block for one in found if one} == {4, 8, 10, 16}
+    assert sum(one is None for one in block_configs) == 11
+    assert {one.block for one in block_configs if one} == {4, 8, 10, 16}
 
 
 def test_the_layers_of_a_text_model_are_read() -> None:
@@ -234,15 +234,15 @@ def captured_by_sglang(config: Any) -> tuple[bool, Any]:
         get_spec=lambda: spec,
         ModelConfig=SimpleNamespace(from_server_args=lambda *_, **__: draft),
     )
-    found = SimpleNamespace(draft_kv_num_layers=None)
+    aux_config = SimpleNamespace(draft_kv_num_layers=None)
     names["_resolve_eagle_aux_hidden_state"](
-        config=found,
+        config=aux_config,
         server_args=None,
         model_config=None,
         spec_algorithm=SimpleNamespace(is_eagle=lambda: True, is_eagle3=lambda: True),
         is_draft_worker=False,
     )
-    return found.eagle_use_aux_hidden_state, found.eagle_aux_hidden_state_layer_ids
+    return aux_config.eagle_use_aux_hidden_state, aux_config.eagle_aux_hidden_state_layer_ids
 
 
 def made_by_sglang(config: Any) -> Any:
@@ -258,39 +258,41 @@ def made_by_sglang(config: Any) -> Any:
         names |= {one.id for one in targets if isinstance(one, ast.Name)}
         return bool(names) and names <= {*wanted, *locals_, "layer_ids"}
 
-    made = SimpleNamespace()
-    names = executed([node for node in whole.body if is_wanted(node)], self=made, config=config)
-    made.fc_norm = bool(names["use_fc_norm"])
-    return made
+    llama_model = SimpleNamespace()
+    names = executed(
+        [node for node in whole.body if is_wanted(node)], self=llama_model, config=config
+    )
+    llama_model.fc_norm = bool(names["use_fc_norm"])
+    return llama_model
 
 
 @pytest.mark.parametrize("name", sorted(EAGLE3))
 def test_an_eagle3_drafters_config_is_read_as_sglang_reads_it(name: str) -> None:
     config = {"model_type": "llama", "hidden_size": HIDDEN} | EAGLE3[name]
     ((_, raw), (theirs, ours)) = forms(config)
-    found = read_eagle3(ours)
-    assert read_eagle3(raw) == found
+    eagle3_config = read_eagle3(ours)
+    assert read_eagle3(raw) == eagle3_config
     uses, layers = captured_by_sglang(theirs)
-    assert (found.uses_features, found.captured_layers) == (
+    assert (eagle3_config.uses_features, eagle3_config.captured_layers) == (
         uses,
         None if layers is None else tuple(layers),
     )
-    made = made_by_sglang(theirs)
-    assert (found.target_width, found.features) == (
-        made.hidden_size_in,
-        made.num_aux_hidden_states,
+    sglang_model = made_by_sglang(theirs)
+    assert (eagle3_config.target_width, eagle3_config.features) == (
+        sglang_model.hidden_size_in,
+        sglang_model.num_aux_hidden_states,
     )
-    assert (found.norm_before_fc, found.fc_norm, found.norm_output) == (
-        made.norm_before_fc,
-        made.fc_norm,
-        made.norm_output,
+    assert (eagle3_config.norm_before_fc, eagle3_config.fc_norm, eagle3_config.norm_output) == (
+        sglang_model.norm_before_fc,
+        sglang_model.fc_norm,
+        sglang_model.norm_output,
     )
 
 
 def test_layers_beside_eagle_config_are_read_as_what_it_was_trained_for() -> None:
     """SGLang sizes the buffer of hidden states by them, and captures its own choice."""
-    found = read_eagle3({"hidden_size": HIDDEN} | EAGLE3["beside"])
-    assert (found.named_layers, found.captured_layers) == ((1, 17, 32), None)
+    eagle3_config = read_eagle3({"hidden_size": HIDDEN} | EAGLE3["beside"])
+    assert (eagle3_config.named_layers, eagle3_config.captured_layers) == ((1, 17, 32), None)
     both = read_eagle3({"hidden_size": HIDDEN} | EAGLE3["at both places"])
     assert both.named_layers == both.captured_layers == (1, 17, 32)
     width = executed([sglang().definition(WIDTH)])["get_draft_input_from_target_hidden_dim"]

@@ -18,13 +18,13 @@ BATCH, LENGTH, STEPS = 3, 12, 4
 @pytest.fixture
 def student() -> Eagle3Student:
     torch.manual_seed(5)
-    made = Eagle3Student(
+    new_student = Eagle3Student(
         Eagle3Shape(DECODER, (0, 2)), torch.randn(DECODER.vocabulary, DECODER.hidden)
     )
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in new_student.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return made.eval()
+    return new_student.eval()
 
 
 @pytest.fixture
@@ -162,4 +162,4 @@ def test_feature_layers_sglang_would_misread_are_refused(layers: tuple[int, ...]
 
 def test_a_draft_of_two_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="one layer, not 2"):
-        Eagle3Shape(DECODER.with_layers(2), (0, 2))
+        Eagle3Shape(DECODER.replace_layers(2), (0, 2))

@@ -38,7 +38,7 @@ def test_both_sides_see_the_same_tensors() -> None:
 
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
-    left, right = map(Channel, Channel.pair())
+    left, right = map(Channel, Channel.make_pair())
     yield left, right
     left.close()
     right.close()
@@ -60,9 +60,9 @@ def test_messages_arrive_whole_and_in_order(channels: tuple[Channel, Channel]) -
 def test_a_long_text_is_cut(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     assert left.send(Message(MessageKind.REFUSED, text="x" * 5000))
-    found = right.receive(wait=True)
-    assert found is not None
-    assert found.text == "x" * 400
+    message = right.receive(wait=True)
+    assert message is not None
+    assert message.text == "x" * 400
 
 
 def test_an_end_is_noticed_on_both_ways(channels: tuple[Channel, Channel]) -> None:

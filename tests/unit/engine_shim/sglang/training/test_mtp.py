@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.chain import MtpShape, MtpStudent
-from engine_shim.sglang.training.students import decoded, encoded, student_of
+from engine_shim.sglang.training.students import decode_shape, encode_shape, make_student
 
 DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=1, vocabulary=61, max_positions=64
@@ -19,11 +19,11 @@ LENGTH, STEPS = 9, 3
 def student() -> MtpStudent:
     torch.manual_seed(5)
     embedding = torch.randn(DECODER.vocabulary, DECODER.hidden)
-    made = MtpStudent(MtpShape(DECODER), embedding, head=torch.randn_like(embedding))
+    new_student = MtpStudent(MtpShape(DECODER), embedding, head=torch.randn_like(embedding))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in new_student.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return made.eval()
+    return new_student.eval()
 
 
 def turned(x: Tensor, position: int) -> Tensor:
@@ -64,11 +64,11 @@ def chain_from(student: MtpStudent, features: Tensor, tokens: Tensor, row: int) 
 
     for position in range(row + 1):
         hidden, logits = step(features[position], int(tokens[position + 1]), position)
-    found = [logits]
+    chain_logits = [logits]
     for further in range(1, STEPS):
         hidden, logits = step(hidden, int(tokens[row + 1 + further]), row + further)
-        found.append(logits)
-    return found
+        chain_logits.append(logits)
+    return chain_logits
 
 
 def test_all_chains_at_once_are_each_alone(student: MtpStudent) -> None:
@@ -88,8 +88,8 @@ def test_embedding_and_head_are_not_its_own(student: MtpStudent) -> None:
 
 
 def test_it_is_made_again_from_its_sizes(student: MtpStudent) -> None:
-    made = student_of(decoded(encoded(student.shape)), student.borrowed)
-    assert isinstance(made, MtpStudent)
-    made.load_state_dict(student.state_dict())
+    rebuilt_student = make_student(decode_shape(encode_shape(student.shape)), student.borrowed)
+    assert isinstance(rebuilt_student, MtpStudent)
+    rebuilt_student.load_state_dict(student.state_dict())
     with pytest.raises(ValueError, match="one layer, not 2"):
-        MtpShape(DECODER.with_layers(2))
+        MtpShape(DECODER.replace_layers(2))

@@ -22,11 +22,11 @@ from engine_shim.sglang.training.students import DraftStudent
 from lab.cpu_engine.models.targets import Qwen3Target
 from tests.support.training_rounds import (
     SHAPE,
+    concatenate_rounds,
     make_block_student,
     make_round,
     make_student,
     make_target,
-    side_by_side,
 )
 
 GAMMA = 3
@@ -40,32 +40,36 @@ def target() -> Qwen3Target:
 
 @pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
 def student(request: pytest.FixtureRequest, target: Qwen3Target) -> DraftStudent:
-    made: DraftStudent = request.param(target)
-    return made
+    new_student: DraftStudent = request.param(target)
+    return new_student
 
 
 def weights(student: DraftStudent) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in student.parameters()])
 
 
-def learn(student: DraftStudent, found: Round, **settings: float) -> float:
+def learn(student: DraftStudent, training_round: Round, **settings: float) -> float:
     asked = OnlineSettings(**{"anchors": 1, "top": ALL, **settings})  # type: ignore[arg-type]
-    return OnlineStudent(student, asked).learn(found, GAMMA).loss
+    return OnlineStudent(student, asked).learn(training_round, GAMMA).loss
 
 
 def test_the_loss_is_the_weighted_divergence_of_the_canvas(
     target: Qwen3Target, student: DraftStudent
 ) -> None:
-    found = make_round(target, 20, seed=1, top=ALL)
+    training_round = make_round(target, 20, seed=1, top=ALL)
     rows = 20 - GAMMA - 1
-    logits = student.unroll(found.features[:, :rows], found.tokens, GAMMA, first_anchor=rows - 1)
-    log_target = functional.log_softmax(target.logits_and_features(found.tokens, (0, 1))[0], dim=-1)
+    logits = student.unroll(
+        training_round.features[:, :rows], training_round.tokens, GAMMA, first_anchor=rows - 1
+    )
+    log_target = functional.log_softmax(
+        target.logits_and_features(training_round.tokens, (0, 1))[0], dim=-1
+    )
     parts = []
     for step, mine in enumerate(logits):
         theirs = log_target[0, rows + step]
         parts.append((theirs.exp() * (theirs - functional.log_softmax(mine[0, 0], dim=-1))).sum())
     expected = (parts[0] + 0.5 * parts[1] + 0.25 * parts[2]).detach() / 1.75
-    assert learn(student, found, discount=0.5) == pytest.approx(float(expected), rel=1e-4)
+    assert learn(student, training_round, discount=0.5) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_positions_weigh_what_they_weigh_in_the_drafters_own_recipe(
@@ -76,10 +80,12 @@ def test_positions_weigh_what_they_weigh_in_the_drafters_own_recipe(
         discount = float(weights[1] / weights[0])
     else:
         discount = 0.8
-    found = make_round(target, 20, seed=1, top=ALL)
-    own = learn(deepcopy(student), found)
-    assert own == pytest.approx(learn(deepcopy(student), found, discount=discount), rel=1e-5)
-    assert own != pytest.approx(learn(deepcopy(student), found, discount=0.5), rel=1e-4)
+    training_round = make_round(target, 20, seed=1, top=ALL)
+    own = learn(deepcopy(student), training_round)
+    assert own == pytest.approx(
+        learn(deepcopy(student), training_round, discount=discount), rel=1e-5
+    )
+    assert own != pytest.approx(learn(deepcopy(student), training_round, discount=0.5), rel=1e-4)
 
 
 @torch.no_grad()
@@ -88,13 +94,16 @@ def test_rows_that_are_not_there_and_rows_nobody_taught_count_for_nothing(
 ) -> None:
     long, short = (make_round(target, n, seed=n, top=ALL) for n in (20, 9))
     online = OnlineStudent(student, OnlineSettings(anchors=6, top=ALL))
-    alone = [float(online._loss(r, online._logs(r, GAMMA), None)) for r in (long, short)]
-    both = side_by_side(long, short)
-    together = float(online._loss(both, online._logs(both, GAMMA), None))
+    alone = [
+        float(online._loss(r, online._draft_log_probabilities(r, GAMMA), None))
+        for r in (long, short)
+    ]
+    both = concatenate_rounds(long, short)
+    together = float(online._loss(both, online._draft_log_probabilities(both, GAMMA), None))
     # The short one has no more than 5 positions to start from.
     assert together == pytest.approx((6 * alone[0] + 5 * alone[1]) / 11, rel=1e-4)
-    untaught = both._replace(taught=torch.tensor([[True], [False]]).expand(2, 20))
-    loss = float(online._loss(untaught, online._logs(untaught, GAMMA), None))
+    untaught = both._replace(has_target=torch.tensor([[True], [False]]).expand(2, 20))
+    loss = float(online._loss(untaught, online._draft_log_probabilities(untaught, GAMMA), None))
     assert loss == pytest.approx(alone[0], rel=1e-4)
 
 
@@ -102,8 +111,8 @@ def test_learning_a_round_again_and_again_brings_its_loss_down(
     target: Qwen3Target, student: DraftStudent
 ) -> None:
     online = OnlineStudent(student, OnlineSettings(anchors=8, top=ALL, learning_rate=3e-3))
-    found = make_round(target, 24, seed=2, top=ALL, requests=3)
-    losses = [online.learn(found, GAMMA).loss for _ in range(30)]
+    training_round = make_round(target, 24, seed=2, top=ALL, requests=3)
+    losses = [online.learn(training_round, GAMMA).loss for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -120,12 +129,12 @@ def test_what_is_shared_with_the_target_does_not_move(
 def test_the_proximal_term_counts_from_the_second_step_on(
     target: Qwen3Target, *, steps: int, matters: bool
 ) -> None:
-    found = make_round(target, 20, seed=4, top=ALL)
+    training_round = make_round(target, 20, seed=4, top=ALL)
     moved = []
     for proximal in (0.0, 60.0):
         student = make_student(target)
         before = weights(student)
-        learn(student, found, proximal=proximal, steps=steps)
+        learn(student, training_round, proximal=proximal, steps=steps)
         moved.append(weights(student) - before)
     if matters:
         assert moved[1].norm() < 0.9 * moved[0].norm()
@@ -138,15 +147,15 @@ def test_the_proximal_term_counts_from_the_second_step_on(
 def test_a_round_of_no_numbers_leaves_the_student_as_it_was(
     target: Qwen3Target, student: DraftStudent, poison: float
 ) -> None:
-    found = make_round(target, 20, seed=5, top=ALL)
-    bad = found.features.clone()
+    training_round = make_round(target, 20, seed=5, top=ALL)
+    bad = training_round.features.clone()
     bad[0, 3, 7] = poison
     online = OnlineStudent(student, OnlineSettings(anchors=1, top=ALL))
     before = weights(student)
     with pytest.raises(NotFiniteError):
-        online.learn(found._replace(features=bad), GAMMA)
+        online.learn(training_round._replace(features=bad), GAMMA)
     assert torch.equal(weights(student), before)
-    assert math.isfinite(online.learn(found, GAMMA).loss)
+    assert math.isfinite(online.learn(training_round, GAMMA).loss)
     assert not torch.equal(weights(student), before)
 
 
@@ -156,7 +165,7 @@ def test_a_later_step_of_no_numbers_takes_the_earlier_ones_back(
     online = OnlineStudent(student, OnlineSettings(anchors=1, top=ALL, steps=3))
     losses = iter([1.0, 1.0, float("nan")])
     original = online._loss
-    monkeypatch.setattr(online, "_loss", lambda *given: original(*given) * next(losses))
+    monkeypatch.setattr(online, "_loss", lambda *arguments: original(*arguments) * next(losses))
     before = weights(student)
     with pytest.raises(NotFiniteError):
         online.learn(make_round(target, 20, seed=6, top=ALL), GAMMA)

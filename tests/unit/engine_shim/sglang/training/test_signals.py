@@ -19,7 +19,7 @@ from engine_shim.sglang.training.signals import (
     SignalError,
     SignalStore,
     SignalWriter,
-    load,
+    load_signal,
 )
 from tests.support.eventually import eventually
 
@@ -40,11 +40,11 @@ def signal(rows: int = 6, seed: int = 0) -> Signal:
 
 
 def with_prompt(rows: int = 6, context: int = 2) -> Signal:
-    made = signal(rows)
+    plain_signal = signal(rows)
     return replace(
-        made,
-        top_tokens=made.top_tokens[context:],
-        top_logs=made.top_logs[context:],
+        plain_signal,
+        top_tokens=plain_signal.top_tokens[context:],
+        top_logs=plain_signal.top_logs[context:],
         context=context,
     )
 
@@ -62,9 +62,9 @@ def test_what_was_written_is_read_in_the_order_of_writing(tmp_path: Path):
     written = [*(signal(seed=seed) for seed in range(4)), with_prompt()]
     for one in written:
         store.add(one)
-    found = list(SignalStore(store.folder, PLENTY).read())
-    assert len(found) == 5
-    assert all(same(a, b) for a, b in zip(written, found, strict=True))
+    stored_signals = list(SignalStore(store.folder, PLENTY).read())
+    assert len(stored_signals) == 5
+    assert all(same(a, b) for a, b in zip(written, stored_signals, strict=True))
 
 
 def test_a_signal_of_the_format_before_has_no_prompt(tmp_path: Path):
@@ -72,7 +72,7 @@ def test_a_signal_of_the_format_before_has_no_prompt(tmp_path: Path):
     facts = {"format": "speculation-signals-2", "start": "40", "accepted": "3", "tried": "5"}
     path = tmp_path / "earlier.safetensors"
     path.write_bytes(save(earlier.tensors, facts))
-    assert same(load(path), earlier)
+    assert same(load_signal(path), earlier)
 
 
 @pytest.mark.parametrize("context", [-1, 1, 3, 6])
@@ -82,7 +82,7 @@ def test_a_prompt_of_another_length_is_refused(context: int):
 
 
 def test_the_oldest_go_when_there_is_no_room(tmp_path: Path):
-    size = len(signal().encoded())
+    size = len(signal().encode())
     store = SignalStore(tmp_path, 3 * size + 10)
     for seed in range(7):
         store.add(signal(seed=seed))
@@ -91,7 +91,7 @@ def test_the_oldest_go_when_there_is_no_room(tmp_path: Path):
 
 
 def test_one_that_is_larger_than_the_store_takes_nothing_with_it(tmp_path: Path):
-    store = SignalStore(tmp_path, len(signal().encoded()) + 10)
+    store = SignalStore(tmp_path, len(signal().encode()) + 10)
     store.add(signal())
     with pytest.raises(OSError, match="more than the store's"):
         store.add(signal(rows=4000))
@@ -120,7 +120,7 @@ def test_a_damaged_one_is_named_and_passed_over(
     path.write_bytes(damage(before))
     assert path.read_bytes() != before
     with pytest.raises(SignalError, match=path.name):
-        load(path)
+        load_signal(path)
     with caplog.at_level(logging.WARNING):
         (left,) = store.read()
     assert same(left, signal(seed=1))
@@ -131,11 +131,11 @@ def test_a_token_that_cannot_follow_is_read_but_not_a_position_without_any(tmp_p
     store = SignalStore(tmp_path, PLENTY)
     one = signal()
     one.top_logs[3, 1:] = -torch.inf
-    load(store.add(one))
+    load_signal(store.add(one))
     one.top_logs[3] = -torch.inf
     path = store.add(one)
     with pytest.raises(SignalError, match=f"{path.name}.*every token has probability 0"):
-        load(path)
+        load_signal(path)
 
 
 def test_a_writer_that_is_killed_leaves_no_half_signal(tmp_path: Path):
@@ -148,11 +148,15 @@ def test_a_writer_that_is_killed_leaves_no_half_signal(tmp_path: Path):
         "    store.add(signal(rows=3000))\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as writer:
-        eventually(lambda: len(list(tmp_path.glob("*.safetensors"))) > 5, within=60, what="files")
+        eventually(
+            lambda: len(list(tmp_path.glob("*.safetensors"))) > 5,
+            timeout_seconds=60,
+            description="files",
+        )
         writer.kill()
     store = SignalStore(tmp_path, PLENTY)
     paths = store.paths()
-    assert [len(load(path).tokens) for path in paths] == [3000] * len(paths)
+    assert [len(load_signal(path).tokens) for path in paths] == [3000] * len(paths)
 
 
 def test_what_a_killed_writer_left_aside_goes_when_it_is_old(tmp_path: Path):
@@ -195,7 +199,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     store, held = SignalStore(tmp_path, PLENTY), threading.Event()
     add = store.add
     monkeypatch.setattr(store, "add", lambda one: (held.wait(30), add(one))[1])
-    writer = SignalWriter(store, most_waiting=2)
+    writer = SignalWriter(store, max_waiting=2)
     results = [writer.put(signal(seed=seed)) for seed in range(10)]
     assert results.count(False) == writer.counters.dropped >= 7
     held.set()
@@ -211,10 +215,10 @@ def test_a_signal_that_cannot_be_written_does_not_end_the_writer(
     with monkeypatch.context() as broken:
         broken.setattr(signals_module, "save", refuse)
         writer.put(signal())
-        eventually(lambda: writer.counters.dropped == 1, what="it is counted")
+        eventually(lambda: writer.counters.dropped == 1, description="it is counted")
     assert writer.counters.state == "failing: no such dtype"
     writer.put(signal())
-    eventually(lambda: writer.counters.signals == 1, what="it goes on")
+    eventually(lambda: writer.counters.signals == 1, description="it goes on")
     writer.close()
 
 
@@ -227,10 +231,10 @@ def test_a_folder_that_vanishes_is_said_and_survived(tmp_path: Path):
     writer = SignalWriter(store)
     store.folder.rmdir()
     writer.put(signal())
-    eventually(lambda: writer.counters.dropped == 1, what="it is counted")
+    eventually(lambda: writer.counters.dropped == 1, description="it is counted")
     assert writer.counters.state.startswith("failing")
     store.folder.mkdir()
     writer.put(signal())
-    eventually(lambda: writer.counters.signals == 1, what="it goes on")
+    eventually(lambda: writer.counters.signals == 1, description="it goes on")
     assert writer.counters.state == "ready"
     writer.close()

@@ -14,10 +14,10 @@ from engine_shim.sglang.training.dflash import DFlashStudent
 from engine_shim.sglang.training.students import DraftStudent
 from engine_shim.sglang.training.versions import (
     FolderTakenError,
-    Made,
     VersionError,
+    VersionOrigin,
     Versions,
-    digest_of,
+    digest_parameters,
 )
 from tests.support.training_rounds import (
     make_block_student,
@@ -26,22 +26,22 @@ from tests.support.training_rounds import (
     make_target,
 )
 
-MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
+MADE = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
 @pytest.fixture(
     params=[make_student, make_block_student, make_predictor], ids=["eagle3", "dflash", "mtp"]
 )
 def student(request: pytest.FixtureRequest) -> DraftStudent:
-    made: DraftStudent = request.param(make_target())
-    return made
+    draft_student: DraftStudent = request.param(make_target())
+    return draft_student
 
 
 @pytest.fixture
 def versions(tmp_path: Path, student: DraftStudent) -> Versions:
-    found = Versions(tmp_path / "deep" / "drafter")
-    found.adopt_base(student.shape, parameters(student), student.borrowed)
-    return found
+    base_versions = Versions(tmp_path / "deep" / "drafter")
+    base_versions.adopt_base(student.shape, parameters(student), student.borrowed)
+    return base_versions
 
 
 def parameters(student: DraftStudent) -> dict[str, Tensor]:
@@ -58,15 +58,17 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_engine_and_trainer_never_take_one_number(versions: Versions, student: DraftStudent):
     with ThreadPoolExecutor(4) as pool:
-        made = [pool.submit(Versions(versions.folder).publish, moved(student), MADE)]
-        made += [
+        publications = [pool.submit(Versions(versions.folder).publish, moved(student), MADE)]
+        publications += [
             pool.submit(Versions(versions.folder).publish, parameters(student), MADE)
             for _ in range(7)
         ]
-        numbers = sorted(one.result() for one in made)
-    assert numbers == versions.numbers() == list(range(1, 9))
+        numbers = sorted(one.result() for one in publications)
+    assert numbers == versions.version_numbers() == list(range(1, 9))
     like = parameters(student)
-    assert sum(same(versions.load(number, like), moved(student)) for number in numbers) == 1
+    assert (
+        sum(same(versions.load_parameters(number, like), moved(student)) for number in numbers) == 1
+    )
     # A writer that was killed has left its claim.
     (versions.folder / "00000009.claim").touch()
     assert versions.publish(moved(student), MADE) == 10
@@ -75,13 +77,13 @@ def test_engine_and_trainer_never_take_one_number(versions: Versions, student: D
 def test_base_and_versions_come_back_as_students(versions: Versions, student: DraftStudent):
     assert versions.publish(moved(student), MADE) == 1
     assert versions.publish(parameters(student), MADE) == 2
-    base, first = versions.student(0), versions.student(1)
+    base, first = versions.load_student(0), versions.load_student(1)
     assert same(parameters(base), parameters(student))
     assert torch.equal(base.embedding, student.embedding)
     assert same(parameters(first), moved(student))
-    assert versions.made(1) == MADE
-    assert versions.numbers() == [1, 2]
-    assert same(versions.load(1, parameters(student)), moved(student))
+    assert versions.read_origin(1) == MADE
+    assert versions.version_numbers() == [1, 2]
+    assert same(versions.load_parameters(1, parameters(student)), moved(student))
 
 
 def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
@@ -92,19 +94,19 @@ def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
     versions.adopt_base(student.shape, parameters(student), student.borrowed)
     versions.publish(moved(student), MADE)
     for version in (0, 1):
-        found = versions.student(version)
-        assert isinstance(found, DFlashStudent)
-        assert found.shape == student.shape
-        assert found.head is not None
-        assert torch.equal(found.head, like.embedding + 1)
-        assert torch.equal(found.embedding, like.embedding)
+        published_student = versions.load_student(version)
+        assert isinstance(published_student, DFlashStudent)
+        assert published_student.shape == student.shape
+        assert published_student.head is not None
+        assert torch.equal(published_student.head, like.embedding + 1)
+        assert torch.equal(published_student.embedding, like.embedding)
 
 
 def test_an_engine_that_starts_again_finds_its_folder_its_own(
     versions: Versions, student: DraftStudent
 ):
     again = versions.adopt_base(student.shape, parameters(student), student.borrowed)
-    assert again == versions.base_digest() == digest_of(parameters(student))
+    assert again == versions.base_digest() == digest_parameters(parameters(student))
 
 
 def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: DraftStudent):
@@ -112,30 +114,30 @@ def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: Dra
         versions.adopt_base(student.shape, moved(student), student.borrowed)
 
 
-def a_matrix(found: dict[str, Tensor]) -> str:
-    return next(name for name in found if name.endswith(("fc.weight", "input_proj.weight")))
+def a_matrix(weights: dict[str, Tensor]) -> str:
+    return next(name for name in weights if name.endswith(("fc.weight", "input_proj.weight")))
 
 
-def without_one(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part for name, part in found.items() if name != a_matrix(found)}
+def without_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part for name, part in weights.items() if name != a_matrix(weights)}
 
 
-def with_a_shape(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return found | {a_matrix(found): found[a_matrix(found)][:-1]}
+def with_a_shape(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return weights | {a_matrix(weights): weights[a_matrix(weights)][:-1]}
 
 
-def with_another(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return found | {"model.extra": torch.zeros(3)}
+def with_another(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return weights | {"model.extra": torch.zeros(3)}
 
 
-def with_nan(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    broken = found[a_matrix(found)].clone()
+def with_nan(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    broken = weights[a_matrix(weights)].clone()
     broken[0, 0] = float("nan")
-    return found | {a_matrix(found): broken}
+    return weights | {a_matrix(weights): broken}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (without_one, "weight is missing"),
         (with_a_shape, "weight is \\("),
@@ -147,11 +149,11 @@ def test_weights_that_do_not_fit_are_refused(
     versions: Versions,
     student: DraftStudent,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    said: str,
+    reason: str,
 ):
     versions.publish(change(parameters(student)), MADE)
-    with pytest.raises(VersionError, match=said):
-        versions.load(1, parameters(student))
+    with pytest.raises(VersionError, match=reason):
+        versions.load_parameters(1, parameters(student))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +164,10 @@ def test_weights_that_do_not_fit_are_refused(
 def test_values_that_are_no_plain_floats_are_refused_by_name(
     versions: Versions, student: DraftStudent, kind: torch.dtype
 ):
-    found = parameters(student)
-    name = a_matrix(found)
-    versions.publish(found | {name: found[name].to(kind)}, MADE)
-    for read in (lambda: versions.load(1, found), lambda: versions.student(1)):
+    weights = parameters(student)
+    name = a_matrix(weights)
+    versions.publish(weights | {name: weights[name].to(kind)}, MADE)
+    for read in (lambda: versions.load_parameters(1, weights), lambda: versions.load_student(1)):
         with pytest.raises(VersionError, match=f"{name} is of {kind}"):
             read()
 
@@ -178,7 +180,7 @@ def test_a_version_of_another_base_is_refused(
     elsewhere.publish(parameters(student), MADE)
     (elsewhere.folder / "00000001.safetensors").rename(versions.folder / "00000001.safetensors")
     with pytest.raises(VersionError, match="made for another drafter"):
-        versions.load(1, parameters(student))
+        versions.load_parameters(1, parameters(student))
 
 
 @pytest.mark.parametrize("name", ["base", "00000001"])
@@ -194,16 +196,16 @@ def test_a_damaged_file_is_named(
     path = versions.folder / f"{name}.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(VersionError, match=name):
-        versions.student(1)
+        versions.load_student(1)
 
 
 def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
     with pytest.raises(VersionError, match=r"00000003\.safetensors does not exist$"):
-        versions.load(3, parameters(student))
+        versions.load_parameters(3, parameters(student))
     versions.publish(moved(student), MADE)
     (versions.folder / "base.safetensors").unlink()
     with pytest.raises(VersionError, match="no engine has stored its drafter there"):
-        versions.load(1, parameters(student))
+        versions.load_parameters(1, parameters(student))
 
 
 def test_a_disk_that_is_full_leaves_nothing(
@@ -221,8 +223,8 @@ def test_a_disk_that_is_full_leaves_nothing(
 def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, student: DraftStudent):
     for _ in range(6):
         versions.publish(moved(student), MADE)
-    versions.forget({2}, most=2)
-    assert versions.numbers() == [2, 5, 6]
+    versions.delete_old({2}, max_versions=2)
+    assert versions.version_numbers() == [2, 5, 6]
     assert versions.publish(moved(student), MADE) == 7
 
 
@@ -232,7 +234,7 @@ def test_what_a_killed_writer_has_left_goes_after_a_day(versions: Versions):
         part.touch()
     long_ago = time.time() - 100_000
     os.utime(left, (long_ago, long_ago))
-    versions.forget(set())
+    versions.delete_old(set())
     assert not left.exists()
     assert written.exists()
 

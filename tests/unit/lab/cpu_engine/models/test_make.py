@@ -18,7 +18,7 @@ from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, pas
 from lab.cpu_engine.models.recipe import DraftRecipe, EditRecipe, Recipe, Sd2Recipe
 from lab.cpu_engine.models.schedule import StepBudget
 from lab.cpu_engine.models.targets import Qwen2Target, load_predictor, load_target
-from trainer.checkpoint import load_dflash, load_draft
+from trainer.checkpoint import load_dflash, load_eagle3
 from trainer.sd2 import load_sd2
 
 SHAPE = DecoderShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
@@ -49,7 +49,7 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
     make(recipe(), tmp_path, few_texts)
     target = load_target(tmp_path / "target")
     assert target.shape == SHAPE
-    draft = load_draft(tmp_path / "draft-small", target.model.embed_tokens.weight)
+    draft = load_eagle3(tmp_path / "draft-small", target.model.embed_tokens.weight)
     assert draft.shape == recipe().draft_shape
     blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
     assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
@@ -79,7 +79,7 @@ def test_a_set_that_edits_code_has_a_target_a_draft_and_edits(
     make_edits(EditRecipe(kinds, A_FEW, A_FEW, A_FEW), shipped, tmp_path, keep_target=False)
     target = load_target(tmp_path / "target")
     assert target.shape == load_target(shipped / "shallow" / "target").shape
-    load_draft(tmp_path / "draft", target.model.embed_tokens.weight)
+    load_eagle3(tmp_path / "draft", target.model.embed_tokens.weight)
     kept = load_edits(tmp_path)
     assert {edit.kind for edit in kept} == set(KINDS)
     tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
@@ -96,7 +96,7 @@ def test_a_second_set_shares_the_tokenizer_and_the_held_out_text(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     target = load_target(tmp_path / "target")
     assert isinstance(target, Qwen2Target)
-    made = load_predictor(tmp_path / "target", target.model.embed_tokens.weight)
-    assert made.shape == with_predictor.predictor_shape
+    loaded_predictor = load_predictor(tmp_path / "target", target.model.embed_tokens.weight)
+    assert loaded_predictor.shape == with_predictor.predictor_shape
     saved = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     assert saved.to_str() == tokenizer.to_str()

@@ -16,7 +16,7 @@ from lab.cpu_engine.models._target import branch_shares
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
 from lab.cpu_engine.models.targets import Qwen2Target, Qwen3Target, load_predictor, load_target
-from trainer.checkpoint import load_dflash, load_draft
+from trainer.checkpoint import load_dflash, load_eagle3
 from trainer.sd2 import divergence, load_sd2
 
 MODELS = Path(lab.cpu_engine.models.__file__).parent
@@ -63,7 +63,7 @@ def test_every_layer_of_the_target_does_something(target: Qwen3Target) -> None:
 
 
 def agreements(target: Qwen3Target, name: str, domain: str) -> list[float]:
-    student = load_draft(MODELS / name, target.model.embed_tokens.weight)
+    student = load_eagle3(MODELS / name, target.model.embed_tokens.weight)
     return agreement(student, teach(target, student, windows(domain, 16, 134), 6), 6)
 
 
@@ -71,7 +71,7 @@ def test_the_shallow_set_is_its_recipes_and_speculates() -> None:
     target = load_target(SHALLOW_SET / "target").requires_grad_(False)
     assert target.shape == SHALLOW.shape
     embedding = target.model.embed_tokens.weight
-    student = load_draft(SHALLOW_SET / "draft-mixed", embedding)
+    student = load_eagle3(SHALLOW_SET / "draft-mixed", embedding)
     assert student.shape == SHALLOW.draft_shape
     assert min(agreement(student, teach(target, student, windows("json", 16, 134), 6), 6)) > 0.6
     block = load_dflash(SHALLOW_SET / "dflash", embedding).shape
@@ -115,7 +115,7 @@ def test_steering_brings_the_draft_nearer_to_the_target(target: Qwen3Target, dom
     with torch.no_grad():
         logits, features = target.logits_and_features(tokens, draft.shape.feature_layers)
         known = torch.cat(features, dim=-1)
-        for behind in (0, 3):
-            back = (torch.arange(199) - behind).clamp_min(0).expand(6, 199)
+        for steps_back in (0, 3):
+            back = (torch.arange(199) - steps_back).clamp_min(0).expand(6, 199)
             steered = divergence(draft, tokens, logits, known, back)
             assert steered < 0.995 * divergence(draft, tokens, logits, None, back)

@@ -16,8 +16,8 @@ from torch import Tensor
 from engine_shim.sglang.training.chain import Eagle3Student
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.targets import Qwen3Target, load_target
-from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, serving
-from trainer.checkpoint import load_draft
+from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, running_engine
+from trainer.checkpoint import load_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with serving(tmp_path_factory.mktemp("engine"), ARGUMENTS) as process:
+    with running_engine(tmp_path_factory.mktemp("engine"), ARGUMENTS) as process:
         yield process
 
 
@@ -74,7 +74,7 @@ def test_every_token_is_the_targets_own_choice(
 def test_the_served_draft_accepts_exactly_what_the_student_would(
     engine: EngineProcess, target: Qwen3Target, domain: str
 ) -> None:
-    student = load_draft(DRAFT, target.model.embed_tokens.weight)
+    student = load_eagle3(DRAFT, target.model.embed_tokens.weight)
     for prompt, answer in answers(engine, domain):
         tokens = torch.tensor([prompt + answer.tokens])
         _, features = target.logits_and_features(tokens, student.shape.feature_layers)

@@ -31,12 +31,12 @@ SHAPE = DecoderShape(
 @pytest.fixture
 def target() -> Qwen3Target:
     torch.manual_seed(3)
-    made = Qwen3Target(SHAPE)
+    random_target = Qwen3Target(SHAPE)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in random_target.parameters():
             # Gains away from one and large matrices: a forgotten norm or a swapped part must show.
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return made.eval()
+    return random_target.eval()
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def test_a_mimos_layers_equal_transformers_qwen2(tokens: Tensor, tmp_path: Path)
     # Its heads are as wide as Qwen2's have to be.
     shape = replace(SHAPE, hidden=96)
     torch.manual_seed(3)
-    made = Qwen2Target(shape).eval()
+    qwen2_target = Qwen2Target(shape).eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in qwen2_target.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    save_target(made, tmp_path)
+    save_target(qwen2_target, tmp_path)
     ours = load_target(tmp_path)
     assert isinstance(ours, Qwen2Target)
     config = Qwen2Config.from_pretrained(tmp_path)
@@ -132,7 +132,7 @@ def test_growing_to_fewer_layers_is_refused(target: Qwen3Target) -> None:
 
 def test_a_single_layer_has_nothing_to_split() -> None:
     with pytest.raises(ValueError, match="start from two or more"):
-        grow(Qwen3Target(SHAPE.with_layers(1)), 4)
+        grow(Qwen3Target(SHAPE.replace_layers(1)), 4)
 
 
 def test_a_target_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_target_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
 def test_a_predictor_comes_back_from_the_folder_of_its_target(tmp_path: Path) -> None:
     target = Qwen2Target(SHAPE)
     save_target(target, tmp_path)
-    student = MtpStudent(MtpShape(SHAPE.with_layers(1)), target.model.embed_tokens.weight)
+    student = MtpStudent(MtpShape(SHAPE.replace_layers(1)), target.model.embed_tokens.weight)
     save_predictor(student, tmp_path)
     back = load_predictor(tmp_path, student.embedding)
     assert back.shape == student.shape
@@ -159,7 +159,7 @@ def test_a_predictor_comes_back_from_the_folder_of_its_target(tmp_path: Path) ->
 def test_a_predictors_file_holds_exactly_the_published_names(tmp_path: Path) -> None:
     target = Qwen2Target(SHAPE)
     save_target(target, tmp_path)
-    student = MtpStudent(MtpShape(SHAPE.with_layers(1)), target.model.embed_tokens.weight)
+    student = MtpStudent(MtpShape(SHAPE.replace_layers(1)), target.model.embed_tokens.weight)
     save_predictor(student, tmp_path)
     projections = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
     biases = ("q_proj.bias", "k_proj.bias", "v_proj.bias")

@@ -30,7 +30,7 @@ def test_an_id_is_read_back_and_another_text_is_none():
 def test_draws_depend_neither_on_the_order_nor_on_what_else_is_asked():
     forwards, backwards = DrawnAcceptance(CURVES), DrawnAcceptance(CURVES)
     own = positions(forwards, FIRST, "eagle3", range(400))
-    backwards.at(str(SECOND), "dflash", 7)
+    backwards.accepted_at(str(SECOND), "dflash", 7)
     other = positions(backwards, FIRST, "eagle3", reversed(range(400)))
     assert own == other
     forwards.forget(str(FIRST))
@@ -54,10 +54,10 @@ def test_draws_follow_the_curve():
 
 def test_nothing_is_accepted_beyond_the_end_nor_without_a_class():
     drawn = DrawnAcceptance({"code": {"eagle3": (1.0,)}})
-    assert drawn.at("code.1.5", "eagle3", 4) == 1
-    assert drawn.at("code.1.5", "eagle3", 5) == 0
-    assert drawn.at("HEALTH_CHECK_17", "eagle3", 0) == 0
-    assert drawn.at("unknown.1.5", "eagle3", 0) == 0
+    assert drawn.accepted_at("code.1.5", "eagle3", 4) == 1
+    assert drawn.accepted_at("code.1.5", "eagle3", 5) == 0
+    assert drawn.accepted_at("HEALTH_CHECK_17", "eagle3", 0) == 0
+    assert drawn.accepted_at("unknown.1.5", "eagle3", 0) == 0
 
 
 def test_a_class_without_a_drafters_curve_is_refused():
@@ -71,8 +71,8 @@ def test_acceptance_is_written_as_sglang_reads_it():
     """Row r's tokens are at 4 r, 4 r + 1, ... in `predict`; -1 ends a row."""
     index = torch.tensor([[0, -1, -1, -1], [4, 5, -1, -1], [8, -1, -1, -1]], dtype=torch.int32)
     predict, correct = torch.zeros(12, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    found = accept(index, predict, correct, [0, 2, 7], 3)
-    assert found.tolist() == [[0, -1, -1, -1], [4, 5, 6, -1], [8, 9, 10, 11]]
-    assert found.dtype == torch.int32
+    accept_index = accept(index, predict, correct, [0, 2, 7], 3)
+    assert accept_index.tolist() == [[0, -1, -1, -1], [4, 5, 6, -1], [8, 9, 10, 11]]
+    assert accept_index.dtype == torch.int32
     assert correct.tolist() == [0, 2, 3]
     assert len(set(predict.tolist())) == 1

@@ -9,7 +9,7 @@ def test_a_held_clock_is_the_machines_less_the_time_it_stood_still():
     clock = ModelClock()
     before = time.perf_counter() - clock.now()
     assert abs(before) < 1.0
-    with clock.standing():
+    with clock.paused():
         began = clock.now()
         time.sleep(0.05)
     stood = time.perf_counter() - clock.now()
@@ -29,10 +29,10 @@ def test_a_held_clock_waits_until_a_pass_is_due():
 
 
 def test_a_clock_that_is_not_held_moves_by_what_it_waits_for_alone():
-    clock = ModelClock(held=False)
+    clock = ModelClock(real_time=False)
     assert clock.now() == 0.0
     assert clock.wait_until(1000.0) == 1000.0
-    with clock.standing():
+    with clock.paused():
         time.sleep(0.001)
     assert clock.now() == 1000.0
     assert clock.wait_until(999.0) == 1000.0

@@ -66,7 +66,7 @@ def test_tides_table(table, batch_size, gamma, milliseconds):
         assert seconds == pytest.approx(milliseconds / 1e3, rel=1e-12)
 
 
-@pytest.mark.parametrize("table", published.names())
+@pytest.mark.parametrize("table", published.surface_names())
 def test_both_drafters_of_every_table_have_all_lengths_and_longer_ones_cost_more(table):
     costs = load_step_costs(table, (0, 1, 7, 20))
     for name in {arm.drafter for arm in costs.surface.arms}:

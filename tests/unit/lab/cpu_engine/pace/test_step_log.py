@@ -46,8 +46,8 @@ def test_half_a_line_is_left_for_the_next_reader(tmp_path):
     log.flush()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
-    found = read_log(path)
-    assert (len(found.steps), found.end) == (1, len(whole))
+    log_part = read_log(path)
+    assert (len(log_part.steps), log_part.end) == (1, len(whole))
 
 
 def test_a_full_disk_ends_the_log_with_one_line_and_nothing_else(caplog):

@@ -27,7 +27,7 @@ class EnginesEnd:
     """An engine's end of a real channel; its trainer answers at once, or when it is told."""
 
     def __init__(self) -> None:
-        ours, theirs = Channel.pair()
+        ours, theirs = Channel.make_pair()
         self.channel, self.trainer = Channel(ours), Channel(theirs)
         self.clock = ModelClock()
         self.watch = UpdateWatch(COSTS, self.clock)
@@ -44,21 +44,21 @@ class EnginesEnd:
         self.watch.begin(0.0)
         landed = self.look()
         if hand_over:
-            self.watch.writing({exchange.SPANS: SPANS}, 4)
-            self.watch.sending(ROUND)
+            self.watch.note_round({exchange.SPANS: SPANS}, 4)
+            self.watch.note_message(ROUND)
             self.channel.send(ROUND)
         return landed, self.watch.end(STEP, DILATION)
 
 
 @pytest.fixture
 def engine() -> Iterator[EnginesEnd]:
-    made = EnginesEnd()
-    made.trainer.send(Message(MessageKind.READY))
-    landed = made.look()
+    engines_end = EnginesEnd()
+    engines_end.trainer.send(Message(MessageKind.READY))
+    landed = engines_end.look()
     assert landed is not None
     assert landed.kind is MessageKind.READY
-    yield made
-    made.close()
+    yield engines_end
+    engines_end.close()
 
 
 def test_an_answer_that_is_there_early_lands_when_its_time_has_come(engine: EnginesEnd):
@@ -66,14 +66,14 @@ def test_an_answer_that_is_there_early_lands_when_its_time_has_come(engine: Engi
     engine.trainer.send(Message(MessageKind.LEARNT, loss=1.5, seconds=99.0))
     taken = 0.0
     lost = []
-    while (found := engine.step())[0] is None:
-        lost.append(found[1])
-        taken += STEP + found[1]
+    while (landing := engine.step())[0] is None:
+        lost.append(landing[1])
+        taken += STEP + landing[1]
     # The last of these passes has outlasted the update, and the one before has not.
     assert taken >= SECONDS > taken - STEP - lost[-1]
     assert sum(lost) == pytest.approx(WORK)
     assert lost[0] == pytest.approx(COSTS.share * STEP)
-    landed, after = found
+    landed, after = landing
     assert landed == Message(MessageKind.LEARNT, loss=1.5, seconds=SECONDS * DILATION)
     assert after == 0.0
     assert engine.watch.landed == 1
@@ -83,11 +83,11 @@ def test_a_slow_trainer_is_waited_for_while_the_clock_stands_still(
     engine: EnginesEnd, monkeypatch: pytest.MonkeyPatch
 ):
     engine.step(hand_over=True)
-    while engine.watch._left > 0:
+    while engine.watch._remaining_seconds > 0:
         engine.step()
     answer = Message(MessageKind.LEARNT, seconds=1.0)
     timer = threading.Timer(0.2, lambda: engine.trainer.send(answer))
-    standing = engine.clock.standing
+    standing = engine.clock.paused
 
     @contextmanager
     def stand() -> Iterator[None]:
@@ -96,7 +96,7 @@ def test_a_slow_trainer_is_waited_for_while_the_clock_stands_still(
             timer.start()
             yield
 
-    monkeypatch.setattr(engine.clock, "standing", stand)
+    monkeypatch.setattr(engine.clock, "paused", stand)
     # The machine may do something else between two looks, which must not count as time that moved.
     began, before = time.perf_counter(), engine.clock.now()
     landed, _ = engine.step()
@@ -117,7 +117,7 @@ def test_idle_time_of_the_model_is_time_of_the_update(engine: EnginesEnd):
 
 
 def test_an_answer_without_a_price_takes_no_time_of_the_model(engine: EnginesEnd):
-    engine.watch.sending(Message(MessageKind.TAKE_WEIGHTS))
+    engine.watch.note_message(Message(MessageKind.TAKE_WEIGHTS))
     engine.trainer.send(Message(MessageKind.READY))
     landed, lost = engine.step()
     assert landed == Message(MessageKind.READY)
@@ -130,7 +130,7 @@ def test_an_answer_without_a_price_takes_no_time_of_the_model(engine: EnginesEnd
 def test_a_trainer_that_ends_during_an_update_is_noticed_when_that_is_due(engine: EnginesEnd):
     engine.step(hand_over=True)
     engine.trainer.close()
-    while engine.watch._left > 0:
+    while engine.watch._remaining_seconds > 0:
         assert engine.step()[0] is None
     with pytest.raises(EOFError):
         engine.step()
@@ -144,6 +144,6 @@ def test_a_trainer_that_ends_while_it_owes_nothing_is_noticed_at_once(engine: En
 
 def test_a_trainer_that_hangs_is_given_up(engine: EnginesEnd, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lab.cpu_engine.pace.updates._ANSWER_SECONDS", 0.05)
-    engine.watch.sending(Message(MessageKind.TAKE_WEIGHTS))
+    engine.watch.note_message(Message(MessageKind.TAKE_WEIGHTS))
     with pytest.raises(EOFError, match=r"the trainer has not answered for 0\.05 s"):
         engine.look()

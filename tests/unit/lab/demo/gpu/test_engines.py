@@ -9,10 +9,10 @@ from lab.demo.gpu import engine_watch, engines
 from lab.demo.gpu.plan import SETTINGS
 from lab.gpu_check.shapes import QWEN3_8B, Device
 from lab.harness.engines import Workplace
-from lab.paced.engines import ADAPTIVE, OFF, STEERED, log_path, static
+from lab.paced.engines import ADAPTIVE, OFF, STEERED, log_path, static_policy
 from lab.paced.traffic import own_curves
 
-POLICIES = (STEERED, static(4), ADAPTIVE, OFF)
+POLICIES = (STEERED, static_policy(4), ADAPTIVE, OFF)
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def setting(tmp_path):
 def test_caches_graphs_and_batches_are_the_same(setting):
     commands = [engines.command(policy, setting, 30000) for policy in POLICIES]
     common = commands[-1]
-    at = common.index("--attention-backend")
+    index = common.index("--attention-backend")
     for command in commands:
-        assert command[:at] == common[:at]
+        assert command[:index] == common[:index]
         assert command[-2:] == ["--attention-backend", "triton"]
     assert common[1:3] == ["-m", "sglang.launch_server"]
     first = common.index("--cuda-graph-bs-decode") + 1

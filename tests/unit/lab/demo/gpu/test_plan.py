@@ -90,29 +90,29 @@ def test_the_largest_share_that_fits_is_taken():
 
 def test_what_a_start_took_here_shortens_the_day():
     quick, slow = Forecast(GPU), Forecast(GPU)
-    slow.started(STEERED, 1.4 * start_seconds(STEERED, GPU))
+    slow.record_start(STEERED, 1.4 * start_seconds(STEERED, GPU))
     # What the other three starts take longer now.
     more = 0.4 * sum(start_seconds(policy, GPU) for policy in ORDER[1:])
     fixed = sum(start_seconds(policy, GPU) for policy in ORDER[1:])
     fixed += 3 * play_seconds(GPU.warm_up(), GPU.prices) + 4 * GPU.prices.stop
     enough = (fixed + 4 * 40.0) / (1 - RESERVE) + 0.01
-    assert quick.share_that_fits(enough, 40.0) == 1.0
-    assert quick.share_that_fits(enough - 1.0, 40.0) == 0.8
-    assert slow.share_that_fits(enough, 40.0) < 0.8
-    assert slow.share_that_fits(enough + more / (1 - RESERVE), 40.0) == 1.0
-    assert quick.share_that_fits(1.0, 40.0) == SHARES[-1]
+    assert quick.choose_share(enough, 40.0) == 1.0
+    assert quick.choose_share(enough - 1.0, 40.0) == 0.8
+    assert slow.choose_share(enough, 40.0) < 0.8
+    assert slow.choose_share(enough + more / (1 - RESERVE), 40.0) == 1.0
+    assert quick.choose_share(1.0, 40.0) == SHARES[-1]
 
 
 def test_a_first_start_that_compiled_kernels_says_little_of_the_others():
     forecast = Forecast(GPU)
-    forecast.started(STEERED, 20 * start_seconds(STEERED, GPU))
+    forecast.record_start(STEERED, 20 * start_seconds(STEERED, GPU))
     assert forecast.slowness == 1.5
     # Whether an engine still has time is asked with a quick start.
     warm_up = play_seconds(GPU.warm_up(), GPU.prices)
-    assert forecast.least_seconds(OFF, 30.0) == start_seconds(OFF, GPU) + warm_up + 30.0
-    forecast.started(STEERED, 0.5 * start_seconds(STEERED, GPU))
+    assert forecast.min_seconds(OFF, 30.0) == start_seconds(OFF, GPU) + warm_up + 30.0
+    forecast.record_start(STEERED, 0.5 * start_seconds(STEERED, GPU))
     quick = 0.5 * start_seconds(OFF, GPU)
-    assert forecast.least_seconds(OFF, 30.0) == pytest.approx(quick + warm_up + 30.0)
+    assert forecast.min_seconds(OFF, 30.0) == pytest.approx(quick + warm_up + 30.0)
 
 
 def test_all_sequences_of_the_day_fit_into_the_caches():

@@ -108,12 +108,14 @@ def test_a_result_says_that_it_is_incomplete_from_the_beginning(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [({"shape": "none"}, "qwen3-8b, small"), ({"minutes": 1.0, "cpu": True}, "too few")],
 )
-def test_what_cannot_be_done_is_refused_before_anything_starts(arguments, said, tmp_path, capsys):
+def test_what_cannot_be_done_is_refused_before_anything_starts(
+    arguments, message, tmp_path, capsys
+):
     with pytest.raises(typer.Exit) as ended:
         command_line.demo(output=tmp_path, **arguments)
     assert ended.value.exit_code == command_line.EXIT_USAGE
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
     assert list(tmp_path.iterdir()) == []

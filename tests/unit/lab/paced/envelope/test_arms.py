@@ -9,10 +9,10 @@ from lab.paced.envelope.outcome import (
     GAMMAS,
     PLAIN,
     TABLE,
+    arm_name,
     best_arm,
     closed_loop,
-    dilation_at,
-    name_of,
+    dilation_for,
     table_rates,
 )
 from lab.paced.traffic import published_curves
@@ -28,7 +28,7 @@ def test_the_table_s_best_arms_are_the_published_ones(concurrency):
     assert best_arm(rates, "eagle3").gamma == published_qwen.BEST_GAMMA["mtp"][index]
     assert best_arm(rates, "dflash").gamma == published_qwen.BEST_GAMMA["dflash"][index]
     winner = max(rates, key=lambda arm: rates[arm])
-    assert name_of(winner).startswith(published_qwen.BEST_DRAFTER[index])
+    assert arm_name(winner).startswith(published_qwen.BEST_DRAFTER[index])
 
 
 @pytest.mark.parametrize(("concurrency", "goodput"), [(1, 1394.1), (16, 4292.2), (128, 14096.1)])
@@ -38,7 +38,7 @@ def test_plain_decoding_has_the_published_goodput(concurrency, goodput):
 
 def test_a_dilation_leaves_the_machine_as_much_of_a_step_as_its_work_grows():
     room = {
-        b: dilation_at(26.0, COSTS, b) * COSTS.decode_seconds(Arm("eagle3", 1), b, 0)
+        b: dilation_for(26.0, COSTS, b) * COSTS.decode_seconds(Arm("eagle3", 1), b, 0)
         for b in (1, 8, 128)
     }
     assert room[8] / room[1] == pytest.approx(58 / 51, rel=0.02)

@@ -11,8 +11,8 @@ from lab.paced.envelope.outcome import (
     DFLASH,
     MTP,
     STEERED,
-    agreeing,
     as_json,
+    count_agreeing,
     measure,
 )
 from tests.unit.lab.paced.envelope.recorded import (
@@ -35,7 +35,7 @@ def test_a_rate_is_of_the_model_s_time():
 
 def test_late_steps_are_counted_and_their_time_too():
     run = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10), 2, DILATION)
-    assert (run.late, run.late_share) == (10, 0.1)
+    assert (run.late_steps, run.late_share) == (10, 0.1)
     assert run.rate == pytest.approx(3 / PACE * 100 / 110)
 
 
@@ -64,33 +64,33 @@ def test_both_drafters_at_no_draft_are_plain_decoding():
 
 
 def test_the_envelope_is_the_best_of_the_static_runs():
-    found = point(rates=(1400, 1600, 1650, 1633.5))
-    assert (found.envelope, found.winner) == (1650, DFLASH_3)
-    assert found.steered_share == pytest.approx(0.99)
+    outcome = point(rates=(1400, 1600, 1650, 1633.5))
+    assert (outcome.envelope, outcome.winner) == (1650, DFLASH_3)
+    assert outcome.steered_share == pytest.approx(0.99)
     assert point(rates=(1700, 1600, 1650, 1700)).winner == PLAIN
 
 
 def test_published_and_table_winners_stand_beside_ours():
-    found = point(2, rates=(1400, 1700, 1650, 1600))
-    assert found.published_winner == MTP_1
-    assert found.table_winner == DFLASH_3
-    assert found.winner == MTP_1
+    outcome = point(2, rates=(1400, 1700, 1650, 1600))
+    assert outcome.published_winner == MTP_1
+    assert outcome.table_winner == DFLASH_3
+    assert outcome.winner == MTP_1
     assert point(8).published_winner == Arm("dflash", 15)
 
 
 def test_agreement_is_told_for_drafters_and_for_draft_lengths():
     # One sequence: dflash 3 as published.  Eight: dflash, but 15 was published.  Two: mtp was.
-    assert agreeing([point(1), point(2), point(8)]) == (2, 1)
+    assert count_agreeing([point(1), point(2), point(8)]) == (2, 1)
     # The published draft length of the other drafter.
     other = point(2)
     runs = {**other.runs, DFLASH: replace(other.runs[DFLASH], arm=Arm("dflash", 1))}
-    assert agreeing([replace(other, runs=runs)]) == (0, 0)
+    assert count_agreeing([replace(other, runs=runs)]) == (0, 0)
 
 
 def test_the_result_holds_every_run():
-    (found,) = json.loads(json.dumps(as_json([point()])))
-    assert (found["published"], found["table winner"], found["winner"]) == ("dflash 3",) * 3
-    assert found["steered ÷ envelope"] == 0.99
-    assert found["runs"][STEERED]["arm"] is None
-    assert found["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
-    assert found["runs"][DFLASH]["tokens_per_second"] == 1650
+    (outcome,) = json.loads(json.dumps(as_json([point()])))
+    assert (outcome["published"], outcome["table winner"], outcome["winner"]) == ("dflash 3",) * 3
+    assert outcome["steered ÷ envelope"] == 0.99
+    assert outcome["runs"][STEERED]["arm"] is None
+    assert outcome["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
+    assert outcome["runs"][DFLASH]["tokens_per_second"] == 1650

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.link.rank_commands import RankCommandKind, RankCommands
 
 
 def note(done: list[tuple[str, int]], name: str, value: int) -> None:
@@ -16,24 +16,24 @@ class Ranks:
     """Three ranks, and what each has done."""
 
     def __init__(self) -> None:
-        self.orders = [Orders(several=True) for _ in range(3)]
+        self.orders = [RankCommands(has_other_ranks=True) for _ in range(3)]
         self.done: list[list[tuple[str, int]]] = [[] for _ in range(3)]
         for orders, done in zip(self.orders, self.done, strict=True):
-            for kind in (OrderKind.READ, OrderKind.SERVE):
+            for kind in (RankCommandKind.READ, RankCommandKind.SERVE):
                 orders.register(kind, partial(note, done, kind.name))
 
     def broadcast(self) -> None:
-        sent = pickle.dumps(self.orders[0].outgoing())
+        sent = pickle.dumps(self.orders[0].outgoing_commands())
         for orders in self.orders:
             for order in pickle.loads(sent):
                 orders.adopt(order)
 
     def is_open(self) -> bool:
-        return self.orders[0].are_open
+        return self.orders[0].has_pending
 
     def step(self) -> None:
         for orders in self.orders:
-            orders.carry_out()
+            orders.execute_adopted()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def ranks() -> Ranks:
 
 
 def test_an_order_is_carried_out_by_all_in_the_step_after_the_broadcast(ranks: Ranks) -> None:
-    ranks.orders[0].propose(OrderKind.READ, 3)
+    ranks.orders[0].propose(RankCommandKind.READ, 3)
     ranks.step()
     assert ranks.done == [[], [], []]
     assert ranks.is_open()
@@ -59,10 +59,10 @@ def test_an_order_is_carried_out_by_all_in_the_step_after_the_broadcast(ranks: R
 def test_orders_keep_their_order_and_arrive_once(ranks: Ranks) -> None:
     """A broadcast that was held back arrives after the next one was made."""
     first = ranks.orders[0]
-    first.propose(OrderKind.READ, 1)
-    lost = first.outgoing()
-    first.propose(OrderKind.SERVE, 1)
-    assert first.outgoing()[:1] == lost
+    first.propose(RankCommandKind.READ, 1)
+    lost = first.outgoing_commands()
+    first.propose(RankCommandKind.SERVE, 1)
+    assert first.outgoing_commands()[:1] == lost
     ranks.broadcast()
     for orders in ranks.orders:
         for order in lost:
@@ -73,9 +73,9 @@ def test_orders_keep_their_order_and_arrive_once(ranks: Ranks) -> None:
 
 def test_a_lone_rank_carries_out_at_once() -> None:
     done: list[int] = []
-    orders = Orders()
-    orders.register(OrderKind.SERVE, done.append)
-    orders.propose(OrderKind.SERVE, 7)
+    orders = RankCommands()
+    orders.register(RankCommandKind.SERVE, done.append)
+    orders.propose(RankCommandKind.SERVE, 7)
     assert done == [7]
-    assert not orders.are_open
-    assert orders.outgoing() == []
+    assert not orders.has_pending
+    assert orders.outgoing_commands() == []

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from simulator.errors import InvalidInputError
 
-_CSV_LINE_BYTES_MAX = 1 << 20
-_SHOWN_MAX = 40
-_WHOLE = re.compile(r"[+-]?[0-9]+")
+_MAX_CSV_LINE_BYTES = 1 << 20
+_MAX_QUOTED_CHARACTERS = 40
+_INTEGER_PATTERN = re.compile(r"[+-]?[0-9]+")
 # More digits than any count has; int() of a much longer text would be slow.
-_DIGITS_MAX = 18
+_MAX_DIGITS = 18
 
 
 def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
@@ -29,7 +29,7 @@ def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
                 if len(line) > line_bytes_max:
                     fault = f"the line is longer than {line_bytes_max} bytes"
                     raise InvalidInputError(path, number, fault)
-                yield number, _decoded(path, number, line)
+                yield number, _decode_line(path, number, line)
     except OSError as error:
         raise InvalidInputError(path, 0, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -37,7 +37,7 @@ def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
         raise InvalidInputError(repr(str(path)), 0, f"is not a file name: {error}") from error
 
 
-def _decoded(path: Path, number: int, line: bytes) -> str:
+def _decode_line(path: Path, number: int, line: bytes) -> str:
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -46,14 +46,14 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CsvRow:
     """One record of a CSV file: its fields by lower-case column name, without outer blanks."""
 
     source: Path
     line: int
     fields: dict[str, str]
 
-    def fault(self, text: str) -> InvalidInputError:
+    def make_error(self, text: str) -> InvalidInputError:
         """Returns the error to raise about this row."""
         return InvalidInputError(self.source, self.line, text)
 
@@ -61,31 +61,31 @@ class Row:
         """Returns a field.  Raises InvalidInputError if it is blank."""
         value = self.fields[column]
         if not value:
-            raise self.fault(f"{column} is blank")
+            raise self.make_error(f"{column} is blank")
         return value
 
-    def whole(self, column: str, least: int, most: int) -> int:
+    def integer(self, column: str, low: int, high: int) -> int:
         """Returns an integer in [least, most].  Raises InvalidInputError."""
         text = self.text(column)
-        if not _WHOLE.fullmatch(text):
-            raise self.fault(f"{column} {shown(text)} is not an integer")
-        if len(text) > _DIGITS_MAX or not least <= int(text) <= most:
-            raise self.fault(f"{column} {shown(text)} must be in [{least}, {most}]")
+        if not _INTEGER_PATTERN.fullmatch(text):
+            raise self.make_error(f"{column} {quote_value(text)} is not an integer")
+        if len(text) > _MAX_DIGITS or not low <= int(text) <= high:
+            raise self.make_error(f"{column} {quote_value(text)} must be in [{low}, {high}]")
         return int(text)
 
     def number(self, column: str) -> float:
         """Returns a finite number.  Raises InvalidInputError."""
         text = self.text(column)
-        value = finite(text)
+        value = parse_finite(text)
         if value is None:
-            raise self.fault(f"{column} {shown(text)} is not a finite number")
+            raise self.make_error(f"{column} {quote_value(text)} is not a finite number")
         return value
 
 
-def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Row]:
+def csv_rows(path: Path, columns: Sequence[str], *, allow_other_columns: bool) -> Iterator[CsvRow]:
     """Yields records below a header that contains `columns` (lower case), in any case and order.
 
-    others: further columns are allowed and ignored.  Blank lines are skipped.
+    allow_other_columns: further columns are allowed and ignored.  Blank lines are skipped.
 
     Raises InvalidInputError: the errors of `text_lines`, a header with a missing or an unknown
     column, a record with a wrong number of fields, no record.
@@ -99,7 +99,9 @@ def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Ro
             if values in ([], [""]):
                 continue
             if header is None:
-                header = _header(path, reader.line_num, values, columns, others=others)
+                header = _read_header(
+                    path, reader.line_num, values, columns, allow_other_columns=allow_other_columns
+                )
                 continue
             if len(values) != len(header):
                 raise InvalidInputError(
@@ -108,7 +110,7 @@ def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Ro
                 )  # fmt: skip
             fields = dict(zip(header, values, strict=True))
             empty = False
-            yield Row(path, reader.line_num, {column: fields[column] for column in columns})
+            yield CsvRow(path, reader.line_num, {column: fields[column] for column in columns})
     except csv.Error as error:
         raise InvalidInputError(path, reader.line_num, f"not CSV: {error}") from error
     if header is None:
@@ -118,28 +120,37 @@ def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Ro
 
 
 def _lines(path: Path) -> Iterator[str]:
-    for _, line in text_lines(path, _CSV_LINE_BYTES_MAX):
+    for _, line in text_lines(path, _MAX_CSV_LINE_BYTES):
         yield line + "\n"
 
 
-def _header(
-    path: Path, line: int, names: Sequence[str], columns: Sequence[str], *, others: bool
+def _read_header(
+    path: Path,
+    line: int,
+    names: Sequence[str],
+    columns: Sequence[str],
+    *,
+    allow_other_columns: bool,
 ) -> list[str]:
     header = [name.lower() for name in names]
-    wanted = ",".join(columns)
+    column_names = ",".join(columns)
     for column in columns:
         if header.count(column) != 1:
             fault = "is missing" if column not in header else "appears twice"
-            raise InvalidInputError(path, line, f"column {column} {fault} in the header: {wanted}")
-    strange = next((name for name in header if name not in columns), None)
-    if strange is not None and not others:
+            raise InvalidInputError(
+                path, line, f"column {column} {fault} in the header: {column_names}"
+            )
+    unknown_column = next((name for name in header if name not in columns), None)
+    if unknown_column is not None and not allow_other_columns:
         raise InvalidInputError(
-            path, line, f"the header names {shown(strange)} beside what is known: {wanted}"
+            path,
+            line,
+            f"the header names {quote_value(unknown_column)} beside what is known: {column_names}",
         )
     return header
 
 
-def finite(text: str) -> float | None:
+def parse_finite(text: str) -> float | None:
     """Returns the number, or None if the text is not a finite decimal number."""
     try:
         value = float(text)
@@ -148,7 +159,11 @@ def finite(text: str) -> float | None:
     return value if math.isfinite(value) and "_" not in text and text.isascii() else None
 
 
-def shown(text: object) -> str:
+def quote_value(text: object) -> str:
     """Formats a bad value for an error text: quoted, on one line, and cut."""
     quoted = repr(text)
-    return quoted if len(quoted) <= _SHOWN_MAX else f"{quoted[: _SHOWN_MAX - 3]}..."
+    return (
+        quoted
+        if len(quoted) <= _MAX_QUOTED_CHARACTERS
+        else f"{quoted[: _MAX_QUOTED_CHARACTERS - 3]}..."
+    )

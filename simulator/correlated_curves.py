@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 
 from simulator.curves import CurveSource
 from simulator.errors import require_within
-from simulator.sources import Drawn
+from simulator.sources import DrawnAcceptance
 
 # The sample for the calibration of thresholds; beyond its depth the last threshold is used.
-_REQUESTS, _POSITIONS, _DEPTH = 2048, 64, 24
+_SAMPLE_REQUESTS, _SAMPLE_POSITIONS, _SAMPLE_DEPTH = 2048, 64, 24
 # With fewer survivors the estimate of a threshold is too noisy.
-_SURVIVORS_MIN = 1000
+_MIN_SURVIVORS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class AcceptanceMemory:
     """Describes the correlation of neighbouring tokens and requests, in deviations of e.
 
     level_spread: standard deviation over requests.  drift_spread, drift_requests: standard
@@ -69,7 +69,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain(CurveSource):
+class CorrelatedCurves(CurveSource):
     """Draws correlated acceptance.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     Positions deeper than the curve reject.  Lengths are drawn as in `Curves`.  memory: drafter ->
@@ -81,7 +81,7 @@ class Chain(CurveSource):
 
     name: str
     curves: Mapping[str, Sequence[float]]
-    memory: Mapping[str, Memory] = field(default_factory=dict)
+    memory: Mapping[str, AcceptanceMemory] = field(default_factory=dict)
     correlation: float = 0.25
     output_tokens_mean: float = 256.0
     context_tokens_mean: float = 384.0
@@ -90,53 +90,61 @@ class Chain(CurveSource):
         self.require_curves()
         require_within(self, 0, 1, "correlation")
 
-    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+    def draw_acceptance(
+        self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
+    ) -> DrawnAcceptance:
         """Draws the part that the drafters share, then each drafter's own part."""
         requests, positions = len(output_tokens), int(output_tokens.sum())
-        shared = _Draws.of(rng, requests, positions)
+        shared = _NormalDraws.draw(rng, requests, positions)
         accepted = {}
         for drafter, curve in self.curves.items():
-            memory = self.memory.get(drafter, Memory())
-            draws = _Draws.of(rng, requests, positions).mixed(shared, self.correlation)
+            memory = self.memory.get(drafter, AcceptanceMemory())
+            draws = _NormalDraws.draw(rng, requests, positions).correlate_with(
+                shared, self.correlation
+            )
             x = draws.difficulty(output_tokens, memory) / memory.deviation
-            accepted[drafter] = _accepted(x, thresholds(tuple(curve), memory))
+            accepted[drafter] = _accepted_lengths(x, calibrate_thresholds(tuple(curve), memory))
         return accepted, None
 
 
 @lru_cache(maxsize=256)
-def thresholds(curve: tuple[float, ...], memory: Memory) -> NDArray[np.float64]:
+def calibrate_thresholds(curve: tuple[float, ...], memory: AcceptanceMemory) -> NDArray[np.float64]:
     """Returns [positions of the curve] t_k, calibrated on a fixed sample."""
     rng = np.random.default_rng(0)
     normal = NormalDist()
     # Levels at even quantiles, so that their mean and spread do not depend on the draw.
-    level = np.array([normal.inv_cdf((i + 0.5) / _REQUESTS) for i in range(_REQUESTS)])
-    length = _POSITIONS + _DEPTH
-    tokens = np.full(_REQUESTS, length, dtype=np.int64)
-    drawn = rng.standard_normal(_REQUESTS * length)
-    within = _remembered(drawn, tokens, memory.passage_tokens).reshape(_REQUESTS, length)
-    white = rng.standard_normal((_REQUESTS, length))
-    x = white + memory.request_spread * level[:, None] + memory.passage_spread * within
+    level = np.array(
+        [normal.inv_cdf((i + 0.5) / _SAMPLE_REQUESTS) for i in range(_SAMPLE_REQUESTS)]
+    )
+    length = _SAMPLE_POSITIONS + _SAMPLE_DEPTH
+    tokens = np.full(_SAMPLE_REQUESTS, length, dtype=np.int64)
+    passage_draws = rng.standard_normal(_SAMPLE_REQUESTS * length)
+    passage = _autoregressive(passage_draws, tokens, memory.passage_tokens).reshape(
+        _SAMPLE_REQUESTS, length
+    )
+    token_noise = rng.standard_normal((_SAMPLE_REQUESTS, length))
+    x = token_noise + memory.request_spread * level[:, None] + memory.passage_spread * passage
     x /= memory.deviation
-    alive = np.ones((_REQUESTS, _POSITIONS), dtype=bool)
-    found: list[float] = []
+    alive = np.ones((_SAMPLE_REQUESTS, _SAMPLE_POSITIONS), dtype=bool)
+    limits: list[float] = []
     for k, a in enumerate(curve):
-        here = x[:, k : k + _POSITIONS] if k < _DEPTH else x[:, :0]
-        survivors = here[alive] if k < _DEPTH else here
+        window = x[:, k : k + _SAMPLE_POSITIONS] if k < _SAMPLE_DEPTH else x[:, :0]
+        survivors = window[alive] if k < _SAMPLE_DEPTH else window
         if a in {0.0, 1.0}:
-            found.append(-np.inf if a == 0 else np.inf)
+            limits.append(-np.inf if a == 0 else np.inf)
         elif k == 0:
-            found.append(normal.inv_cdf(a))
-        elif survivors.size >= _SURVIVORS_MIN:
-            found.append(float(np.quantile(survivors, a)))
+            limits.append(normal.inv_cdf(a))
+        elif survivors.size >= _MIN_SURVIVORS:
+            limits.append(float(np.quantile(survivors, a)))
         else:
-            found.append(found[-1])
-        if k < _DEPTH:
-            alive &= here <= found[-1]
-    return np.array(found)
+            limits.append(limits[-1])
+        if k < _SAMPLE_DEPTH:
+            alive &= window <= limits[-1]
+    return np.array(limits)
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
+class _NormalDraws:
     """Independent standard normal numbers: level, drift [requests]; token, passage [positions]."""
 
     level: NDArray[np.float64]
@@ -145,51 +153,53 @@ class _Draws:
     passage: NDArray[np.float64]
 
     @classmethod
-    def of(cls, rng: np.random.Generator, requests: int, positions: int) -> "_Draws":
+    def draw(cls, rng: np.random.Generator, requests: int, positions: int) -> "_NormalDraws":
         sizes = (requests, requests, positions, positions)
         return cls(*(rng.standard_normal(size) for size in sizes))
 
-    def mixed(self, shared: "_Draws", correlation: float) -> "_Draws":
+    def correlate_with(self, shared: "_NormalDraws", correlation: float) -> "_NormalDraws":
         """Mixes in the shared numbers, so that two drafters have this correlation."""
-        common, own = np.sqrt(correlation), np.sqrt(1 - correlation)
-        return _Draws(
-            common * shared.level + own * self.level,
-            common * shared.drift + own * self.drift,
-            common * shared.token + own * self.token,
-            common * shared.passage + own * self.passage,
+        shared_weight, own_weight = np.sqrt(correlation), np.sqrt(1 - correlation)
+        return _NormalDraws(
+            shared_weight * shared.level + own_weight * self.level,
+            shared_weight * shared.drift + own_weight * self.drift,
+            shared_weight * shared.token + own_weight * self.token,
+            shared_weight * shared.passage + own_weight * self.passage,
         )
 
-    def difficulty(self, output_tokens: NDArray[np.int64], memory: Memory) -> NDArray[np.float64]:
+    def difficulty(
+        self, output_tokens: NDArray[np.int64], memory: AcceptanceMemory
+    ) -> NDArray[np.float64]:
         """Returns [positions] sums of all parts, one request after the other."""
-        whole = np.array([len(self.drift)], dtype=np.int64)
-        drift = _remembered(self.drift, whole, memory.drift_requests)
-        passage = _remembered(self.passage, output_tokens, memory.passage_tokens)
-        of_request = memory.level_spread * self.level + memory.drift_spread * drift
-        return self.token + memory.passage_spread * passage + np.repeat(of_request, output_tokens)
+        request_count = np.array([len(self.drift)], dtype=np.int64)
+        drift = _autoregressive(self.drift, request_count, memory.drift_requests)
+        passage = _autoregressive(self.passage, output_tokens, memory.passage_tokens)
+        request_part = memory.level_spread * self.level + memory.drift_spread * drift
+        return self.token + memory.passage_spread * passage + np.repeat(request_part, output_tokens)
 
 
-def _remembered(
-    draws: NDArray[np.float64], pieces: NDArray[np.int64], memory: float
+def _autoregressive(
+    draws: NDArray[np.float64], process_lengths: NDArray[np.int64], correlation_length: float
 ) -> NDArray[np.float64]:
     """Makes stationary autoregressive processes of deviation 1 from independent draws.
 
-    pieces: [processes] lengths; their sum is the number of draws.
+    process_lengths: [processes] lengths; their sum is the number of draws.
     """
-    found = draws.copy()
-    keep = np.exp(-1 / memory)
-    fresh = np.sqrt(1 - keep * keep)
-    starts = np.cumsum(pieces) - pieces
+    process = draws.copy()
+    decay = np.exp(-1 / correlation_length)
+    innovation = np.sqrt(1 - decay * decay)
+    starts = np.cumsum(process_lengths) - process_lengths
     # The processes that reach a position come first.
-    longest = np.argsort(-pieces, kind="stable")
-    running = np.searchsorted(-pieces[longest], -np.arange(pieces.max(initial=0)))
+    longest = np.argsort(-process_lengths, kind="stable")
+    running = np.searchsorted(-process_lengths[longest], -np.arange(process_lengths.max(initial=0)))
     for position, count in enumerate(running.tolist()):
         if position:
-            at = starts[longest[:count]] + position
-            found[at] = keep * found[at - 1] + fresh * found[at]
-    return found
+            indices = starts[longest[:count]] + position
+            process[indices] = decay * process[indices - 1] + innovation * process[indices]
+    return process
 
 
-def _accepted(x: NDArray[np.float64], limits: NDArray[np.float64]) -> NDArray[np.uint8]:
+def _accepted_lengths(x: NDArray[np.float64], limits: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Returns [positions] numbers of accepted drafts from each position."""
     positions = len(x)
     # Drafts past the end of the last request are rejected; those of others use the next request.

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulator.acceptance_trace import AcceptanceTrace
 from simulator.curves import parse_acceptance
 from simulator.errors import InvalidInputError
-from simulator.reading import csv_rows, text_lines
 from simulator.sources import read_arrivals
 from simulator.step_costs import read_profile, read_step_costs
+from simulator.text_files import csv_rows, text_lines
 
 READERS: dict[str, Callable[[Any], object]] = {
     "requests": lambda path: AcceptanceTrace.load([path]),
@@ -129,8 +129,8 @@ def test_a_fault_names_its_line(file):
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbfA,b\r\n1,2\r\n\r\n", b' a , B \n"1", 2\n\n'])
 def test_order_marks_line_ends_blanks_and_quotes_do_not_matter(file, content):
     file.write_bytes(content)
-    rows = list(csv_rows(file, ("b", "a"), others=False))
-    assert [(row.line, row.whole("a", 0, 9), row.number("b")) for row in rows] == [(2, 1, 2.0)]
+    rows = list(csv_rows(file, ("b", "a"), allow_other_columns=False))
+    assert [(row.line, row.integer("a", 0, 9), row.number("b")) for row in rows] == [(2, 1, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_order_marks_line_ends_blanks_and_quotes_do_not_matter(file, content):
 def test_what_is_no_table_is_refused(file, content, message):
     file.write_text(content)
     with pytest.raises(InvalidInputError, match=message):
-        list(csv_rows(file, ("a", "b"), others=False))
+        list(csv_rows(file, ("a", "b"), allow_other_columns=False))
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_what_is_no_table_is_refused(file, content, message):
 )
 def test_what_is_no_such_count_is_refused(file, field, message):
     file.write_text(f"a,b\n{field},1\n", encoding="utf-8")
-    (row,) = csv_rows(file, ("a", "b"), others=False)
+    (row,) = csv_rows(file, ("a", "b"), allow_other_columns=False)
     with pytest.raises(InvalidInputError, match=message) as caught:
-        row.whole("a", 0, 9)
+        row.integer("a", 0, 9)
     assert caught.value.line == 2
     assert len(str(caught.value)) < 300
 
@@ -177,7 +177,7 @@ def test_what_is_no_such_count_is_refused(file, field, message):
 @pytest.mark.parametrize("field", ["nan", "inf", "-inf", "1e999", "1_0", "\u0661", "0x1", "one"])
 def test_what_is_no_finite_number_is_refused(file, field):
     file.write_text(f"a\n{field}\n", encoding="utf-8")
-    (row,) = csv_rows(file, ("a",), others=False)
+    (row,) = csv_rows(file, ("a",), allow_other_columns=False)
     with pytest.raises(InvalidInputError, match=r"a .* is not a finite number"):
         row.number("a")
 
@@ -185,5 +185,5 @@ def test_what_is_no_finite_number_is_refused(file, field):
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_survives_its_text(file, value):
     file.write_text(f"a\n{value!r}\n")
-    (row,) = csv_rows(file, ("a",), others=False)
+    (row,) = csv_rows(file, ("a",), allow_other_columns=False)
     assert row.number("a") == value

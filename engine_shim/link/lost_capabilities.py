@@ -15,11 +15,11 @@ from speculation.v1.engine_pb2 import Capability, LostCapability
 
 MAX_REASON_CHARACTERS: Final = 200
 # More than the draft lengths and capabilities of any engine.
-_MOST_LOSSES: Final = 512
-MAX_LOSS_BYTES: Final = 1024
+_MAX_LOST_CAPABILITIES: Final = 512
+MAX_LOST_CAPABILITY_BYTES: Final = 1024
 
 
-def lost(
+def make_lost_capability(
     capability: Capability.ValueType,
     reason: str,
     drafter: str = "",
@@ -29,40 +29,42 @@ def lost(
 
     reason: is cut, and converted to one line of printable characters.
     """
-    words = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    one_line_reason = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
     return LostCapability(
         capability=capability,
         drafter=drafter,
         gammas=gammas,
-        reason=words[:MAX_REASON_CHARACTERS],
+        reason=one_line_reason[:MAX_REASON_CHARACTERS],
         lost_at_unix_seconds=time.time(),
     )
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Formats an error as the reason of a lost capability."""
     return f"{type(error).__name__}: {error}"
 
 
-class KnownLosses:
+class LostCapabilities:
     """Keeps, in the agent, all lost capabilities that the engine has reported, each once."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, LostCapability] = {}
+        self._by_content: dict[bytes, LostCapability] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_content)
 
     @property
     def all(self) -> list[LostCapability]:
         """Returns the lost capabilities in the order in which they were reported."""
-        return list(self._known.values())
+        return list(self._by_content.values())
 
-    def take(self, loss: LostCapability) -> None:
+    def add(self, lost_capability: LostCapability) -> None:
         """Adds a lost capability.  Raises PacketError if it is too large or one too many."""
-        content = loss.SerializeToString(deterministic=True)
-        if len(content) > MAX_LOSS_BYTES:
-            raise PacketError(f"a lost capability of {len(content)} bytes, limit {MAX_LOSS_BYTES}")
-        if content not in self._known and len(self._known) >= _MOST_LOSSES:
-            raise PacketError(f"more than {_MOST_LOSSES} lost capabilities")
-        self._known[content] = loss
+        content = lost_capability.SerializeToString(deterministic=True)
+        if len(content) > MAX_LOST_CAPABILITY_BYTES:
+            raise PacketError(
+                f"a lost capability of {len(content)} bytes, limit {MAX_LOST_CAPABILITY_BYTES}"
+            )
+        if content not in self._by_content and len(self._by_content) >= _MAX_LOST_CAPABILITIES:
+            raise PacketError(f"more than {_MAX_LOST_CAPABILITIES} lost capabilities")
+        self._by_content[content] = lost_capability

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH
+from engine_shim.sglang.drafters.lookup import MAX_MATCH_TOKENS, MIN_MATCH_TOKENS
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Request:
         return self.tokens
 
 
-def looked_up(known: Sequence[int], gamma: int) -> tuple[int, list[int]]:
+def look_up(tokens: Sequence[int], gamma: int) -> tuple[int, list[int]]:
     """The length of the longest match, and gamma drafts; (0, []) without a match."""
-    newest = len(known) - 1
-    for length in range(LONGEST_MATCH, LEAST_MATCH - 1, -1):
-        suffix = known[newest + 1 - length :]
+    newest = len(tokens) - 1
+    for length in range(MAX_MATCH_TOKENS, MIN_MATCH_TOKENS - 1, -1):
+        suffix = tokens[newest + 1 - length :]
         for end in range(newest - 1, length - 2, -1):
-            if list(known[end + 1 - length : end + 1]) == list(suffix):
-                return length, [known[end + 1 + k % (newest - end)] for k in range(gamma)]
+            if list(tokens[end + 1 - length : end + 1]) == list(suffix):
+                return length, [tokens[end + 1 + k % (newest - end)] for k in range(gamma)]
     return 0, []

@@ -18,15 +18,15 @@ from lab.paced.envelope.outcome import (
     STEERED,
     Point,
     Run,
-    agreeing,
+    arm_name,
     best_arm,
-    name_of,
+    count_agreeing,
 )
 from lab.papers.drafters import Floats
 from simulator import published_qwen
 
 # Arms that ran less are left out of the table.
-_LEAST_SHOWN = 0.1
+_MIN_SHOWN_SHARE = 0.1
 _COLOURS = {OFF: "#9d9d9d", MTP: "#4c78a8", DFLASH: "#7a3b9a", STEERED: "#d1495b"}
 _TITLES = {OFF: "off", MTP: "MTP", DFLASH: "DFlash", STEERED: "steered"}
 _OWNERS = {OWN: MTP, SECOND: DFLASH}
@@ -61,7 +61,7 @@ def show(points: Sequence[Point], source: str, terminal: Terminal) -> None:
         ],
         [row(point) for point in points],
     )
-    drafters, arms = agreeing(points)
+    drafters, arms = count_agreeing(points)
     terminal.say(
         f"By runs the published drafter wins at {drafters} of {len(points)} concurrencies, at "
         f"{arms} with the published draft length. {label(source)}"
@@ -79,7 +79,7 @@ def row(point: Point) -> list[str]:
     rates = [point.runs[policy].rate for policy in (OFF, MTP, DFLASH, STEERED)]
     return [
         str(point.concurrency),
-        *(name_of(a) for a in (point.published_winner, point.table_winner, point.winner)),
+        *(arm_name(a) for a in (point.published_winner, point.table_winner, point.winner)),
         *(f"{rate:.0f}" for rate in rates),
         f"{point.steered_share:.3f}",
         shares(point.runs[STEERED]),
@@ -88,8 +88,8 @@ def row(point: Point) -> list[str]:
 
 def shares(run: Run) -> str:
     """The arms that ran most, with their share of the steps."""
-    shown = {arm: share for arm, share in run.shares.items() if share >= _LEAST_SHOWN}
-    return ", ".join(f"{name_of(arm)} {share:.0%}" for arm, share in shown.items())
+    frequent_arms = {arm: share for arm, share in run.shares.items() if share >= _MIN_SHOWN_SHARE}
+    return ", ".join(f"{arm_name(arm)} {share:.0%}" for arm, share in frequent_arms.items())
 
 
 if TYPE_CHECKING:
@@ -106,15 +106,19 @@ def draw(
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(12.5, 8.6), layout="constrained")
-    beside = axes[0, 0]
+    reference_axes = axes[0, 0]
     if grid is None:
-        _speeds(beside, points, _table(points), "the imposed table (no --grid was given)")
+        _draw_speeds(
+            reference_axes, points, _table_curves(points), "the imposed table (no --grid was given)"
+        )
     else:
-        _speeds(beside, points, published_speeds(points, grid), "published (simulated there)")
-    _speeds(axes[0, 1], points, _run(points), "run: the real SGLang, paced")
-    axes[0, 1].sharey(beside)
-    _winners(axes[1, 0], points)
-    _shares(axes[1, 1], points)
+        _draw_speeds(
+            reference_axes, points, published_speeds(points, grid), "published (simulated there)"
+        )
+    _draw_speeds(axes[0, 1], points, _run_curves(points), "run: the real SGLang, paced")
+    axes[0, 1].sharey(reference_axes)
+    _draw_winners(axes[1, 0], points)
+    _draw_shares(axes[1, 1], points)
     figure.supxlabel(label(source), fontsize=7.5, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -133,7 +137,7 @@ def published_speeds(points: Sequence[Point], grid: Mapping[str, Floats]) -> Cur
     return curves
 
 
-def _table(points: Sequence[Point]) -> Curves:
+def _table_curves(points: Sequence[Point]) -> Curves:
     curves: dict[str, tuple[Sequence[float], Sequence[int]]] = {
         OFF: ([point.table[PLAIN] for point in points], [0] * len(points))
     }
@@ -144,7 +148,7 @@ def _table(points: Sequence[Point]) -> Curves:
     return curves
 
 
-def _run(points: Sequence[Point]) -> Curves:
+def _run_curves(points: Sequence[Point]) -> Curves:
     curves = {}
     for policy in (OFF, MTP, DFLASH, STEERED):
         runs = [point.runs[policy] for point in points]
@@ -153,7 +157,7 @@ def _run(points: Sequence[Point]) -> Curves:
     return curves
 
 
-def _speeds(axes: "Axes", points: Sequence[Point], curves: Curves, title: str) -> None:
+def _draw_speeds(axes: "Axes", points: Sequence[Point], curves: Curves, title: str) -> None:
     """Draws tokens/s over those of no speculation in the same picture; γ stands at each point."""
     places = range(len(points))
     plain = np.array(curves[OFF][0])
@@ -165,18 +169,18 @@ def _speeds(axes: "Axes", points: Sequence[Point], curves: Curves, title: str) -
             markersize=9 if steered else 5, markerfacecolor="none" if steered else None,
         )  # fmt: skip
         if name in (MTP, DFLASH):
-            above = name == DFLASH
+            is_above = name == DFLASH
             for place, gain, gamma in zip(places, gains, gammas, strict=True):
                 axes.annotate(
-                    f"{gamma}", (place, gain), (0, 7 if above else -15), ha="center",
+                    f"{gamma}", (place, gain), (0, 7 if is_above else -15), ha="center",
                     textcoords="offset points", color=_COLOURS[name], fontsize=8,
                 )  # fmt: skip
-    _by_concurrency(axes, points, title)
+    _label_concurrencies(axes, points, title)
     axes.set_ylabel("tokens/s over those of no speculation")
     axes.legend(fontsize=8, loc="upper left")
 
 
-def _winners(axes: "Axes", points: Sequence[Point]) -> None:
+def _draw_winners(axes: "Axes", points: Sequence[Point]) -> None:
     rows: dict[str, list[Arm]] = {
         "published": [point.published_winner for point in points],
         "table": [point.table_winner for point in points],
@@ -188,13 +192,13 @@ def _winners(axes: "Axes", points: Sequence[Point]) -> None:
             colour = _COLOURS[_OWNERS[arm.drafter] if arm.gamma else OFF]
             axes.barh(height, 0.94, 0.86, place - 0.47, color=colour)
             axes.text(
-                place, height, name_of(arm), ha="center", va="center", color="white", fontsize=8
+                place, height, arm_name(arm), ha="center", va="center", color="white", fontsize=8
             )
     axes.set_yticks(range(len(rows)), list(reversed(rows)))
-    _by_concurrency(axes, points, "the winner and its γ; of steered, the arm that ran most")
+    _label_concurrencies(axes, points, "the winner and its γ; of steered, the arm that ran most")
 
 
-def _shares(axes: "Axes", points: Sequence[Point]) -> None:
+def _draw_shares(axes: "Axes", points: Sequence[Point]) -> None:
     for place, point in enumerate(points):
         run, bottom = point.runs[STEERED], 0.0
         for arm, share in sorted(
@@ -212,10 +216,10 @@ def _shares(axes: "Axes", points: Sequence[Point]) -> None:
     axes.set_ylim(0, 1.12)
     axes.set_ylabel("share of steered's steps")
     title = "steered: drafter (colour) and γ; above: its tokens/s over the envelope's"
-    _by_concurrency(axes, points, title)
+    _label_concurrencies(axes, points, title)
 
 
-def _by_concurrency(axes: "Axes", points: Sequence[Point], title: str) -> None:
+def _label_concurrencies(axes: "Axes", points: Sequence[Point], title: str) -> None:
     axes.set_xticks(range(len(points)), [str(point.concurrency) for point in points])
     axes.set_xlim(-0.5, len(points) - 0.5)
     axes.set_xlabel("sequences at a time")

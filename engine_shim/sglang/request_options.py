@@ -31,91 +31,93 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine_shim.common.errors import PluginError
-from engine_shim.common.row_groups import SPECULATION
+from engine_shim.common.row_groups import SPECULATION_PARAMETER
 from engine_shim.sglang.api.transfer import to_device
 
 # Attributes of SGLang's request that hold its options.
-_UNDRAFTED: Final = "speculation_undrafted"
-_LABEL: Final = "speculation_label"
+_UNDRAFTED_ATTRIBUTE: Final = "speculation_undrafted"
+_LABEL_ATTRIBUTE: Final = "speculation_label"
 
 # The key of `custom_params`.
-CLASS: Final = "speculation_class"
+CLASS_PARAMETER: Final = "speculation_class"
 # The most classes that are counted separately; requests of further classes count as OTHER.
-LABELS_MOST: Final = 32
+MAX_LABELS: Final = 32
 # A class that has not occurred in so many requests can be replaced by another one.
-UNUSED_REQUESTS: Final = 1000
-OTHER: Final = "other"
+UNUSED_AFTER_REQUESTS: Final = 1000
+OTHER_LABEL: Final = "other"
 # Characters that the contract allows for a label, and the parts of them that a client's label and
 # an adapter's name may take.
-_CHARACTERS: Final = 64
-_LABEL_CHARACTERS: Final = 40
-_ADAPTER_CHARACTERS: Final = 20
+_MAX_LABEL_CHARACTERS: Final = 64
+_MAX_CLIENT_LABEL_CHARACTERS: Final = 40
+_MAX_ADAPTER_CHARACTERS: Final = 20
 # The most beginnings seen once that are remembered; a new one replaces the oldest.
-_ONCE_MOST: Final = 1024
+_MAX_SEEN_ONCE: Final = 1024
 # Hexadecimal digits of a hash: too few to identify a prompt, enough to separate a few classes.
-_DIGITS: Final = 8
-KEY_BYTES_LEAST: Final = 16
+_HASH_DIGITS: Final = 8
+MIN_KEY_BYTES: Final = 16
 
 _log = logging.getLogger(__name__)
 
 
-class RequestWishes:
+class RequestOptions:
     """Keeps the options of the requests of one engine.
 
     classes: name the class of each request.
     filler: the token that replaces the drafts of rows that must not be drafted for; it is accepted
-    only if the target chooses the same token.  without_prefills: requests come from another server,
-    which has read their prompts.  is_asked: whether any request has set an option or has a class.
+    only if the target chooses the same token.  is_decode_server: requests come from another server,
+    which has read their prompts.  has_any: whether any request has set an option or has a class.
     """
 
     def __init__(
-        self, classes: RequestClasses, filler: int, *, without_prefills: bool = False
+        self, classes: RequestClasses, filler_token: int, *, is_decode_server: bool = False
     ) -> None:
         self._classes = classes
-        self._filler = filler
+        self._filler_token = filler_token
         # Until a request sets an option or has a class, steps skip this part.
-        self.is_asked = self._has_undrafted = self._has_labels = False
-        self.without_prefills = without_prefills
+        self.has_any = self._has_undrafted = self._has_labels = False
+        self.is_decode_server = is_decode_server
 
     def before_prefill(self, requests: Sequence[Any]) -> None:
         """Reads the options of a prefill's requests."""
         for request in requests:
-            if not hasattr(request, _LABEL):
+            if not hasattr(request, _LABEL_ATTRIBUTE):
                 self._read(request)
 
     def _read(self, request: Any) -> None:
-        undrafted = params_of(request).get(SPECULATION) is False
+        undrafted = read_custom_params(request).get(SPECULATION_PARAMETER) is False
         label = self._classes.label(request)
-        setattr(request, _UNDRAFTED, undrafted)
-        setattr(request, _LABEL, label)
+        setattr(request, _UNDRAFTED_ATTRIBUTE, undrafted)
+        setattr(request, _LABEL_ATTRIBUTE, label)
         self._has_undrafted |= undrafted
         self._has_labels |= bool(label)
-        self.is_asked |= undrafted or bool(label)
+        self.has_any |= undrafted or bool(label)
 
-    def of(self, requests: Sequence[Any]) -> tuple[list[int], list[str]]:
+    def undrafted_and_labels(self, requests: Sequence[Any]) -> tuple[list[int], list[str]]:
         """Returns the rows that must not be drafted for, and the class of each row.
 
         The class is "" for a row without one; the list is empty if no request has a class.
         """
-        if self.without_prefills:
+        if self.is_decode_server:
             self.before_prefill(requests)
-        undrafted: list[int] = []
+        undrafted_rows: list[int] = []
         labels: list[str] = []
         if self._has_undrafted:
-            undrafted = [row for row, r in enumerate(requests) if getattr(r, _UNDRAFTED, False)]
+            undrafted_rows = [
+                row for row, r in enumerate(requests) if getattr(r, _UNDRAFTED_ATTRIBUTE, False)
+            ]
         if self._has_labels:
             # A row without drafts has no acceptance to count for its class.
-            left = set(undrafted)
+            undrafted_set = set(undrafted_rows)
             labels = [
-                "" if row in left else getattr(request, _LABEL, "")
+                "" if row in undrafted_set else getattr(request, _LABEL_ATTRIBUTE, "")
                 for row, request in enumerate(requests)
             ]
-        return undrafted, labels
+        return undrafted_rows, labels
 
-    def withhold(self, verify: Any, rows: Sequence[int]) -> None:
+    def withhold_drafts(self, verify: Any, rows: Sequence[int]) -> None:
         """Replaces the drafts of these rows by the filler token in a verification."""
-        canvas = verify.draft_token.view(verify.retrieve_next_token.shape)
-        canvas[:, 1:].index_fill_(0, to_device(rows, canvas.device), self._filler)
+        draft_tokens = verify.draft_token.view(verify.retrieve_next_token.shape)
+        draft_tokens[:, 1:].index_fill_(0, to_device(rows, draft_tokens.device), self._filler_token)
 
 
 def read_key(path: str) -> bytes:
@@ -129,52 +131,52 @@ def read_key(path: str) -> bytes:
         key = Path(path).read_bytes().strip()
     except OSError as error:
         raise PluginError(f"SPECULATION_CLASS_KEY_FILE: {path}: {error.strerror}") from error
-    if len(key) < KEY_BYTES_LEAST:
+    if len(key) < MIN_KEY_BYTES:
         raise PluginError(
-            f"SPECULATION_CLASS_KEY_FILE: {path} has {len(key)} bytes, at least {KEY_BYTES_LEAST} "
+            f"SPECULATION_CLASS_KEY_FILE: {path} has {len(key)} bytes, at least {MIN_KEY_BYTES} "
             "are needed (openssl rand -hex 32)"
         )
     return key
 
 
-def params_of(request: Any) -> Mapping[str, Any]:
+def read_custom_params(request: Any) -> Mapping[str, Any]:
     """Returns the `custom_params` of a request; empty if they are not a mapping."""
-    found = request.sampling_params.custom_params
-    return found if isinstance(found, Mapping) else {}
+    custom_params = request.sampling_params.custom_params
+    return custom_params if isinstance(custom_params, Mapping) else {}
 
 
-class _Places:
+class _LabelSlots:
     """Keeps up to `most` names; a new one replaces the one that was not used for longest."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._requests = 0
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._request_count = 0
         # The request that used each name last, the longest unused name first.
-        self._used_at: dict[str, int] = {}
+        self._last_request: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._used_at
+        return name in self._last_request
 
-    def take(self, name: str) -> bool:
+    def try_take(self, name: str) -> bool:
         """Counts a request with this name; returns False if other names use all places."""
-        self._requests += 1
-        if name in self._used_at:
-            del self._used_at[name]
-        elif len(self._used_at) >= self._most:
-            unused = next(iter(self._used_at))
-            if self._requests - self._used_at[unused] < UNUSED_REQUESTS:
+        self._request_count += 1
+        if name in self._last_request:
+            del self._last_request[name]
+        elif len(self._last_request) >= self._capacity:
+            oldest_name = next(iter(self._last_request))
+            if self._request_count - self._last_request[oldest_name] < UNUSED_AFTER_REQUESTS:
                 return False
-            del self._used_at[unused]
-        self._used_at[name] = self._requests
+            del self._last_request[oldest_name]
+        self._last_request[name] = self._request_count
         return True
 
 
 class RequestClasses:
     """Names the class of each request of one engine.
 
-    traits: the traits that divide requests; empty for no classes.  key, prompt_tokens: key of the
-    hash of a prompt's first tokens, and how many tokens it covers.  adapters: SGLang's `LoRARef` of
-    each adapter, by its id.
+    traits: the traits that divide requests; empty for no classes.  key, unread_prompt_tokens: key
+    of the hash of a prompt's first tokens, and how many tokens it covers.  adapters: SGLang's
+    `LoRARef` of each adapter, by its id.
     """
 
     def __init__(
@@ -186,69 +188,73 @@ class RequestClasses:
         adapters: Mapping[str, Any] | None = None,
     ) -> None:
         # Short traits come first, because a label that is too long is cut at its end.
-        known: Mapping[str, Callable[[Any], str]] = {
-            "grammar": _grammar,
-            "temperature": _temperature,
-            "prompt": self._prompt,
-            "adapter": self._adapter,
-            "label": _label,
+        trait_functions: Mapping[str, Callable[[Any], str]] = {
+            "grammar": _grammar_trait,
+            "temperature": _temperature_trait,
+            "prompt": self._prompt_trait,
+            "adapter": self._adapter_trait,
+            "label": _label_trait,
         }
-        asked = set(traits)
-        if unknown := asked - known.keys():
+        requested_traits = set(traits)
+        if unknown := requested_traits - trait_functions.keys():
             raise ValueError(f"unknown traits: {', '.join(sorted(unknown))}")
-        self._traits = [trait for name, trait in known.items() if name in asked]
+        self._traits = [
+            trait for name, trait in trait_functions.items() if name in requested_traits
+        ]
         self._key, self._prompt_tokens = key, prompt_tokens
         self._adapters = {} if adapters is None else adapters
-        self._labels = _Places(LABELS_MOST)
+        self._labels = _LabelSlots(MAX_LABELS)
         # Digests of beginnings, in the order in which they came.
-        self._once: dict[str, None] = {}
-        self._repeated = _Places(LABELS_MOST)
+        self._seen_once: dict[str, None] = {}
+        self._repeated = _LabelSlots(MAX_LABELS)
 
     def label(self, request: Any) -> str:
         """Names the class of a request, "" for none.  Must be called once for each request."""
         try:
-            named = " ".join(filter(None, (trait(request) for trait in self._traits)))
+            joined_traits = " ".join(filter(None, (trait(request) for trait in self._traits)))
         except Exception:  # noqa: BLE001 - telemetry must not end an engine
             self._traits = []
             _log.exception("requests are no longer divided into classes")
             return ""
-        label = named[:_CHARACTERS].rstrip()
-        return label if not label or self._labels.take(label) else OTHER
+        label = joined_traits[:_MAX_LABEL_CHARACTERS].rstrip()
+        return label if not label or self._labels.try_take(label) else OTHER_LABEL
 
-    def _prompt(self, request: Any) -> str:
+    def _prompt_trait(self, request: Any) -> str:
         """Names the beginning of a prompt, if an earlier one began with the same tokens."""
-        first = request.origin_input_ids[: self._prompt_tokens]
-        if len(first) < self._prompt_tokens:
+        first_tokens = request.origin_input_ids[: self._prompt_tokens]
+        if len(first_tokens) < self._prompt_tokens:
             return ""
-        digest = hmac.digest(self._key, array("q", first).tobytes(), "sha256").hex()[:_DIGITS]
-        if digest in self._repeated or digest in self._once:
-            self._once.pop(digest, None)
-            return digest if self._repeated.take(digest) else ""
-        if len(self._once) >= _ONCE_MOST:
-            del self._once[next(iter(self._once))]
-        self._once[digest] = None
+        digest = hmac.digest(self._key, array("q", first_tokens).tobytes(), "sha256").hex()[
+            :_HASH_DIGITS
+        ]
+        if digest in self._repeated or digest in self._seen_once:
+            self._seen_once.pop(digest, None)
+            return digest if self._repeated.try_take(digest) else ""
+        if len(self._seen_once) >= _MAX_SEEN_ONCE:
+            del self._seen_once[next(iter(self._seen_once))]
+        self._seen_once[digest] = None
         return ""
 
-    def _adapter(self, request: Any) -> str:
+    def _adapter_trait(self, request: Any) -> str:
         """Returns the operator's name of a request's adapter; only the end of a long name."""
-        found = request.lora_id
-        if found is None:
+        lora_id = request.lora_id
+        if lora_id is None:
             return ""
-        name = getattr(self._adapters.get(found), "lora_name", None) or found
+        name = getattr(self._adapters.get(lora_id), "lora_name", None) or lora_id
         return "".join(c if c.isascii() and c.isprintable() else "_" for c in name)[
-            -_ADAPTER_CHARACTERS:
+            -_MAX_ADAPTER_CHARACTERS:
         ]
 
 
-def _grammar(request: Any) -> str:
+def _grammar_trait(request: Any) -> str:
     """Names the kind of grammar that constrains a request."""
-    found = request.sampling_params
-    kinds = {"json": found.json_schema, "tool": found.structural_tag}
-    named = next((kind for kind, value in kinds.items() if value), "")
-    return named or ("grammar" if found.regex or found.ebnf else "")
+    sampling_params = request.sampling_params
+    kinds = {"json": sampling_params.json_schema, "tool": sampling_params.structural_tag}
+    kind_name = next((kind for kind, value in kinds.items() if value), "")
+    return kind_name or ("grammar" if sampling_params.regex or sampling_params.ebnf else "")
 
 
-def _temperature(request: Any) -> str:
+def _temperature_trait(request: Any) -> str:
     """Names the band of a request's temperature."""
     # SGLang serves temperature 0 as top_k 1.
     if request.sampling_params.top_k == 1:
@@ -256,9 +262,9 @@ def _temperature(request: Any) -> str:
     return "cool" if request.sampling_params.temperature < 0.7 else "warm"
 
 
-def _label(request: Any) -> str:
+def _label_trait(request: Any) -> str:
     """Returns the label that a client has sent."""
-    found = params_of(request).get(CLASS)
-    if not isinstance(found, str):
+    client_label = read_custom_params(request).get(CLASS_PARAMETER)
+    if not isinstance(client_label, str):
         return ""
-    return "".join(c for c in found if c.isprintable())[:_LABEL_CHARACTERS]
+    return "".join(c for c in client_label if c.isprintable())[:_MAX_CLIENT_LABEL_CHARACTERS]

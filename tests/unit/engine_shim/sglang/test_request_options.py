@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from controller.core.step_report import MAX_REPORT_CLASSES
-from engine_shim.common.row_groups import CLASSES_MOST, add_classes, add_left
-from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes
+from engine_shim.common.row_groups import MAX_CLASSES, add_classes, add_remaining_groups
+from engine_shim.sglang.request_options import RequestClasses, RequestOptions
 from speculation.v1.engine_pb2 import ClassCounts, RowGroup, StepReport
 from tests.support.step_reports import class_counts, group
 
@@ -22,53 +22,53 @@ def request(params: object = None, **sampling: Any) -> SimpleNamespace:
 
 
 def test_nothing_is_looked_for_before_a_request_has_asked():
-    wishes = RequestWishes(RequestClasses(("grammar", "label")), 9)
+    wishes = RequestOptions(RequestClasses(("grammar", "label")), 9)
     plain = [request(), request({"other": 1})]
     wishes.before_prefill(plain)
-    assert not wishes.is_asked
-    assert wishes.of(plain) == ([], [])
+    assert not wishes.has_any
+    assert wishes.undrafted_and_labels(plain) == ([], [])
 
 
 @pytest.mark.parametrize("value", [True, None, 0, "false", "off", []])
 def test_only_false_keeps_a_request_from_being_drafted_for(value):
-    wishes = RequestWishes(RequestClasses(()), 9)
+    wishes = RequestOptions(RequestClasses(()), 9)
     wishes.before_prefill([request({"speculation": value})])
-    assert not wishes.is_asked
+    assert not wishes.has_any
     wishes.before_prefill([other := request({"speculation": False})])
-    assert wishes.of([request(), other]) == ([1], [])
+    assert wishes.undrafted_and_labels([request(), other]) == ([1], [])
 
 
 @pytest.mark.parametrize("params", [None, [], "speculation", 3, {"speculation_class": 5}])
 def test_parameters_of_another_shape_are_no_wish(params):
-    wishes = RequestWishes(RequestClasses(("label",)), 9)
+    wishes = RequestOptions(RequestClasses(("label",)), 9)
     wishes.before_prefill([request(params)])
-    assert not wishes.is_asked
+    assert not wishes.has_any
 
 
 def test_a_row_without_drafts_says_nothing_of_its_class():
-    wishes = RequestWishes(RequestClasses(("temperature",)), 9)
+    wishes = RequestOptions(RequestClasses(("temperature",)), 9)
     asked = [request({"speculation": False}), request()]
     wishes.before_prefill(asked)
-    assert wishes.of(asked) == ([0], ["", "warm"])
+    assert wishes.undrafted_and_labels(asked) == ([0], ["", "warm"])
 
 
 def test_requests_whose_prompts_another_server_has_read_are_met_in_their_first_step():
-    wishes = RequestWishes(RequestClasses(()), 9, without_prefills=True)
-    assert wishes.of([request(), request({"speculation": False})]) == ([1], [])
+    wishes = RequestOptions(RequestClasses(()), 9, is_decode_server=True)
+    assert wishes.undrafted_and_labels([request(), request({"speculation": False})]) == ([1], [])
 
 
 def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
-    wishes = RequestWishes(RequestClasses(()), 9)
+    wishes = RequestOptions(RequestClasses(()), 9)
     verify = SimpleNamespace(
         draft_token=torch.arange(6), retrieve_next_token=torch.zeros((2, 3), dtype=torch.int64)
     )
-    wishes.withhold(verify, [1])
+    wishes.withhold_drafts(verify, [1])
     assert verify.draft_token.tolist() == [0, 1, 2, 3, 9, 9]
 
 
 def groups_with(undrafted: list[int], accepted: list[int], *mixed: RowGroup) -> list[RowGroup]:
     report = StepReport(groups=mixed)
-    add_left(report, undrafted, (), "eagle3", accepted, 2)
+    add_remaining_groups(report, undrafted, (), "eagle3", accepted, 2)
     return list(report.groups)
 
 
@@ -94,6 +94,6 @@ def test_classes_count_the_rows_that_have_one():
 
 def test_a_report_has_no_more_classes_than_it_may():
     labels = [f"class {number % 80}" for number in range(160)]
-    found = classes_of(labels, [0] * 160)
-    assert len(found) == CLASSES_MOST == MAX_REPORT_CLASSES
-    assert {entry.accepted_counts[0] for entry in found} == {2}
+    class_entries = classes_of(labels, [0] * 160)
+    assert len(class_entries) == MAX_CLASSES == MAX_REPORT_CLASSES
+    assert {entry.accepted_counts[0] for entry in class_entries} == {2}

@@ -8,7 +8,7 @@ from controller.util.tasks import Supervisor
 
 
 @asynccontextmanager
-async def kept_running(store: Store) -> AsyncIterator[Supervisor]:
+async def run_store_tasks(store: Store) -> AsyncIterator[Supervisor]:
     """The tasks of an open store, inside the block."""
     supervisor = Supervisor()
     supervisor.run_all(store.tasks)
@@ -16,4 +16,4 @@ async def kept_running(store: Store) -> AsyncIterator[Supervisor]:
         yield supervisor
         assert not any(state.failures for state in supervisor.states.values()), supervisor.states
     finally:
-        await supervisor.end()
+        await supervisor.stop()

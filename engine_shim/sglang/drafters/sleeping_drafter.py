@@ -31,14 +31,14 @@ import torch
 
 from engine_shim.sglang.api import attention_dp, sglang_api
 from engine_shim.sglang.api.transfer import to_device
-from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
+from engine_shim.sglang.drafters.sleep_backlog import BacklogRows, BacklogStep, SleepBacklog
 
 if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dual import DualDrafter
 
 
 @dataclass(slots=True)
-class IdleCounters:
+class SleepCounters:
     """Counts since the engine started.
 
     `slept`: steps; `passes`: catch-up forwards; `caught_up`: positions they read; `cold`: requests
@@ -59,7 +59,7 @@ def cannot_sleep_reason(worker: Any) -> str | None:
     draft = worker.draft_worker
     obstacles = {
         "only CUDA and the CPU are known to work": not (is_cuda() or is_cpu()),
-        "data-parallel attention is untested with it": attention_dp.is_on(),
+        "data-parallel attention is untested with it": attention_dp.is_enabled(),
         "--enable-mixed-chunk decodes inside prefill batches": sglang_api.config_leaf(
             "enable_mixed_chunk"
         ),
@@ -72,27 +72,29 @@ def cannot_sleep_reason(worker: Any) -> str | None:
         "multimodal rotary positions are not kept": draft.draft_runner.model_config.model_is_mrope,
         "recurrent layers cannot catch up later": hasattr(worker.req_to_token_pool, "mamba_pool"),
     }
-    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+    return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
-class IdleDrafter:
+class SleepingDrafter:
     """Stores what the drafter of one `EAGLEWorkerV2` sleeps through, and makes it catch up.
 
     `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
     `is_behind`: whether it has missed steps.
     """
 
-    def __init__(self, worker: Any, max_steps: int, second: DualDrafter | None = None) -> None:
+    def __init__(
+        self, worker: Any, max_steps: int, second_drafter: DualDrafter | None = None
+    ) -> None:
         self._worker = worker
-        self._dual = second
-        self._backlog = BacklogSteps(max_steps)
+        self._second_drafter = second_drafter
+        self._backlog = SleepBacklog(max_steps)
         # Of the step that begins: known context lengths, and by how much each may be larger.
-        self._lengths: tuple[list[int], int] = ([], 0)
+        self._context_lengths: tuple[list[int], int] = ([], 0)
         self.is_behind = False
-        self.counters = IdleCounters()
+        self.counters = SleepCounters()
 
     @property
-    def must_wait(self) -> bool:
+    def must_wait_one_step(self) -> bool:
         """Whether a drafter that wakes up can only draft from the next step on.
 
         Valid between `before_step` and the step.
@@ -109,15 +111,15 @@ class IdleDrafter:
         if not asleep and not self.is_behind:
             return
         self._count_newest(batch)
-        self._lengths = self._known_lengths(batch, unread_tokens)
+        self._context_lengths = self._read_context_lengths(batch, unread_tokens)
         if not self.is_behind:
             return
-        if self._backlog.is_full_for(len(batch.reqs)) if asleep else not self.must_wait:
+        if self._backlog.is_full_for(len(batch.reqs)) if asleep else not self.must_wait_one_step:
             self._catch_up(batch)
 
-    def forget(self, requests: Sequence[Any]) -> None:
+    def forget_requests(self, requests: Sequence[Any]) -> None:
         """Must be called with the requests of a prefill, which the drafter reads as well."""
-        self._backlog.forget([request.rid for request in requests])
+        self._backlog.forget_requests([request.rid for request in requests])
 
     def sleep_through(self, batch: Any, result: Any, width: int = 1) -> BacklogStep:
         """Replaces a step's draft-extend: stores what it would have read.
@@ -125,12 +127,14 @@ class IdleDrafter:
         `batch` and `result`: as SGLang passes them to `_draft_extend_for_decode`; width: verified
         tokens of each request.  Returns the step, whose accepted counts the host learns later.
         """
-        step = self.keep(batch, result, width)
+        step = self.store_step(batch, result, width)
         self._worker._stub_skipped_draft_extend(batch, result)
         self.counters.slept += 1
         return step
 
-    def keep(self, batch: Any, result: Any, width: int, *, is_read: bool = False) -> BacklogStep:
+    def store_step(
+        self, batch: Any, result: Any, width: int, *, is_read: bool = False
+    ) -> BacklogStep:
         """Stores a step; is_read: whether its draft-extend runs nevertheless."""
         rows = len(batch.reqs) * width
         step = BacklogStep(
@@ -138,7 +142,7 @@ class IdleDrafter:
             # Copies: with graphs, these live in buffers that the next step overwrites.
             result.next_token_ids[:rows].clone(),
             result.logits_output.hidden_states[:rows].clone(),
-            *self._lengths,
+            *self._context_lengths,
             width=width,
             is_read=is_read,
         )
@@ -152,12 +156,15 @@ class IdleDrafter:
         if newest is None or newest.counts is not None or batch.seq_lens_cpu is None:
             return
         lengths = batch.seq_lens_cpu.tolist()
-        ends = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
-        begun = zip(newest.request_ids, newest.known, strict=True)
+        end_by_request = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
+        known_starts = zip(newest.request_ids, newest.known_starts, strict=True)
         # Nothing is read for a request that has left.
-        newest.counts = [ends.get(rid, known + 1) - known for rid, known in begun]
+        newest.counts = [
+            end_by_request.get(rid, known_start + 1) - known_start
+            for rid, known_start in known_starts
+        ]
 
-    def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
+    def _read_context_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
         """Returns each request's context length and by how much it may be larger, without waiting.
 
         If SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from the
@@ -172,44 +179,46 @@ class IdleDrafter:
         if newest is not None and newest.counts is not None:
             # The newest step added one token to each of its requests.
             ids = frozenset(newest.request_ids)
-            found = zip(batch.reqs, committed, strict=True)
-            return [length + (request.rid in ids) for request, length in found], 0
+            previous_lengths = zip(batch.reqs, committed, strict=True)
+            return [length + (request.rid in ids) for request, length in previous_lengths], 0
         return committed, unread_tokens
 
     def _catch_up(self, batch: Any) -> None:
-        part = self._backlog.take_counted()
+        counted_steps = self._backlog.take_counted()
         # The remaining steps are not read yet; they stay in the backlog.
         self.is_behind = len(self._backlog) > 0
-        backlog = part.of_batch([request.rid for request in batch.reqs], self._lengths[0])
+        backlog = counted_steps.batch_rows(
+            [request.rid for request in batch.reqs], self._context_lengths[0]
+        )
         self.counters.cold += backlog.cold
         self.counters.unread += backlog.unread
         if not backlog.rows:
             return
-        tokens, hidden = part.tensors()
-        count, size = len(backlog.order), len(backlog.rows)
-        missed = [
-            (row, start + place)
+        tokens, hidden = counted_steps.concatenate()
+        position_count, request_count = len(backlog.order), len(backlog.rows)
+        missed_positions = [
+            (row, start + offset)
             for row, start, length in zip(
                 backlog.rows, backlog.starts, backlog.lengths, strict=True
             )
-            for place in range(length)
+            for offset in range(length)
         ]  # fmt: skip
-        owners, places = zip(*missed, strict=True)
+        owners, position_list = zip(*missed_positions, strict=True)
         ends = [a + n for a, n in zip(backlog.starts, backlog.lengths, strict=True)]
-        lists = [*backlog.order, *owners, *places, *backlog.rows, *ends]
-        order, owner, positions, rows, seq_lens = to_device(lists, tokens.device).split(
-            [count, count, count, size, size]
+        index_values = [*backlog.order, *owners, *position_list, *backlog.rows, *ends]
+        order, owner, positions, rows, seq_lens = to_device(index_values, tokens.device).split(
+            [position_count, position_count, position_count, request_count, request_count]
         )
         extend = _extend_batch(batch, backlog, rows, owner, positions, seq_lens)
         hidden, draft = hidden[order], self._worker.draft_worker
-        if sglang_api.dflash_only(draft) is not None:
+        if sglang_api.dflash_only_drafter(draft) is not None:
             draft.catch_up(hidden, extend.out_cache_loc, positions)
         else:
-            if self._dual is not None:
-                hidden = self._dual.catch_up(hidden, extend.out_cache_loc, positions)
+            if self._second_drafter is not None:
+                hidden = self._second_drafter.catch_up(hidden, extend.out_cache_loc, positions)
             output = _read(draft, extend, tokens[order], hidden)
-            if part.is_latest:
-                _install(batch.spec_info, rows, output)
+            if counted_steps.is_latest:
+                _set_draft_state(batch.spec_info, rows, output)
         self.counters.passes += 1
         self.counters.caught_up += len(backlog.order)
 
@@ -284,7 +293,7 @@ def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -
     return output
 
 
-def _install(draft_input: Any, rows: torch.Tensor, output: Any) -> None:
+def _set_draft_state(draft_input: Any, rows: torch.Tensor, output: Any) -> None:
     """Sets the state from which the next draft of the caught-up requests begins.
 
     Does what SGLang does after a draft-extend: greedy, for a chain.  Makes new tensors, because the
@@ -297,6 +306,6 @@ def _install(draft_input: Any, rows: torch.Tensor, output: Any) -> None:
         "hidden_states": output.hidden_states,
     }
     for name, value in state.items():
-        new = getattr(draft_input, name).clone()
-        new[rows] = value.to(new.dtype)
-        setattr(draft_input, name, new)
+        updated = getattr(draft_input, name).clone()
+        updated[rows] = value.to(updated.dtype)
+        setattr(draft_input, name, updated)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine_shim.link import ranks
+from engine_shim.link import rank_plan_sync
 from engine_shim.link.messages import ArrivedPlan, table_digest
-from engine_shim.link.plan_follower import PlanFollower, Source, safe_choice
-from engine_shim.link.ranks import Ranks, RankUpdate
+from engine_shim.link.plan_follower import PlanFollower, Source, make_safe_default
+from engine_shim.link.rank_plan_sync import RankPlanSync, RankUpdate
 from speculation.v1.engine_pb2 import Drafter
 from speculation.v1.plan_pb2 import Plan, PlanRow, Probe
 
@@ -35,12 +35,15 @@ class ThreeRanks:
     def __init__(self) -> None:
         self.link = Link()
         link: Any = self.link
-        self.ranks = [Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)]
-        self.ranks += [Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), None) for _ in range(2)]
+        self.ranks = [RankPlanSync(PlanFollower(DRAFTERS, make_safe_default(1), GRACE), link)]
+        self.ranks += [
+            RankPlanSync(PlanFollower(DRAFTERS, make_safe_default(1), GRACE), None)
+            for _ in range(2)
+        ]
 
     def outgoing(self) -> list[RankUpdate]:
-        assert all(rank.outgoing() == [] for rank in self.ranks[1:])
-        return self.ranks[0].outgoing()
+        assert all(rank.outgoing_updates() == [] for rank in self.ranks[1:])
+        return self.ranks[0].outgoing_updates()
 
     def broadcast(self, updates: list[RankUpdate]) -> None:
         for rank in self.ranks:
@@ -58,7 +61,7 @@ class ThreeRanks:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     time = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(ranks, "monotonic", lambda: time.now)
+    monkeypatch.setattr(rank_plan_sync, "monotonic", lambda: time.now)
     return time
 
 
@@ -69,8 +72,8 @@ def row(bound: int, gamma: int, probe: Probe | None = None, *, asleep: bool = Fa
 
 
 def plan_of(epoch: int, now: float, *rows: PlanRow, session: int = 1) -> ArrivedPlan:
-    made = Plan(epoch=epoch, rows=rows, lease_ms=round(LEASE * 1e3), session=session)
-    return ArrivedPlan(made, round(now * 1e9), table_digest(made))
+    plan_message = Plan(epoch=epoch, rows=rows, lease_ms=round(LEASE * 1e3), session=session)
+    return ArrivedPlan(plan_message, round(now * 1e9), table_digest(plan_message))
 
 
 def plan(epoch: int, gamma: int, now: float, probe: Probe | None = None) -> ArrivedPlan:
@@ -177,18 +180,18 @@ def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
 
 def test_a_lone_rank_adopts_and_chooses_what_several_would(clock: SimpleNamespace) -> None:
     several, link = ThreeRanks(), Link()
-    alone = Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    alone = RankPlanSync(PlanFollower(DRAFTERS, make_safe_default(1), GRACE), link)  # type: ignore[arg-type]
     rows = (row(2, 5, PROBE), row(64, 0, asleep=True))
     for number in range(80):
         if number in {10, 30}:
             link.plan = several.link.plan = plan_of(number, clock.now, *rows)
         several.broadcast(several.outgoing())
-        alone.take_in()
+        alone.receive_and_adopt()
         for size in (1, 1, 3):
             chosen = alone.choose(size)
             assert (chosen.gamma, chosen.source) == several.choose(size)
         clock.now += 0.5
-    assert several.ranks[0]._steering.lapses == alone._steering.lapses == 1
+    assert several.ranks[0]._plan_follower.lapses == alone._plan_follower.lapses == 1
     assert alone.choose(1).source is Source.SAFE_DEFAULT
 
 
@@ -196,11 +199,11 @@ def test_a_choice_is_made_anew_for_another_batch_another_plan_and_in_a_probe(
     clock: SimpleNamespace,
 ) -> None:
     link = Link()
-    alone = Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    alone = RankPlanSync(PlanFollower(DRAFTERS, make_safe_default(1), GRACE), link)  # type: ignore[arg-type]
     link.plan = plan_of(1, clock.now, row(2, 5), row(64, 3))
-    alone.take_in()
+    alone.receive_and_adopt()
     assert alone.choose(1) is alone.choose(1)
     assert [alone.choose(size).gamma for size in (1, 3, 3, 2)] == [5, 3, 3, 5]
     link.plan = plan(2, 0, clock.now, Probe(probe_id=9, drafter="eagle3", gamma=3, steps=1))
-    alone.take_in()
+    alone.receive_and_adopt()
     assert [alone.choose(2).gamma for _ in range(3)] == [3, 0, 0]

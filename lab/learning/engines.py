@@ -23,7 +23,7 @@ from lab.harness.engines import (
     wait_serving,
 )
 from lab.harness.load_generator import StreamPhase, acceptance_length
-from lab.harness.sidecar import Pin, SidecarHandle, overridden
+from lab.harness.sidecar import Pin, SidecarHandle, temporary_override
 from lab.harness.terminal import Terminal
 from lab.paced.run import dilated_planner
 
@@ -40,7 +40,7 @@ _DILATION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayResult:
     """The result of some requests.
 
     acceptance_length: tokens a verification.  tokens: of each answer.
@@ -73,12 +73,12 @@ class Lab:
         self.sidecar = sidecar
         self._place = place
 
-    def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
+    def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> PlayResult:
         """Sends `count` requests at once and decodes them greedily."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
-        played = self._engine.play([StreamPhase.of_prompts(domain, count, prompts, new_tokens)])
+        played = self._engine.play([StreamPhase.from_prompts(domain, count, prompts, new_tokens)])
         answers = played.answers
-        return Played(
+        return PlayResult(
             played.tokens_per_second,
             acceptance_length(answers),
             tuple(answer.tokens for answer in answers),
@@ -98,12 +98,12 @@ class Lab:
     @contextmanager
     def regime(self, text: str) -> Iterator[None]:
         """Sets online updates as an operator does: "off", "online:5"."""
-        with overridden(self._place.address, "--regime", text):
+        with temporary_override(self._place.address, "--regime", text):
             yield
 
 
 @contextmanager
-def running(  # noqa: PLR0913 - the parts differ in all of these
+def start_engine(  # noqa: PLR0913 - the parts differ in all of these
     setting: LabSetting,
     name: str,
     draft: Path,
@@ -133,8 +133,8 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
         wait_serving(child, client)
 
         def command(port: int) -> list[str]:
-            own = flags or eagle3_flags(draft, _START_GAMMA)
-            return engine_command(port, batch_max, own, models)
+            engine_flags = flags or eagle3_flags(draft, _START_GAMMA)
+            return engine_command(port, batch_max, engine_flags, models)
 
         launched = launch_engine(name, command, variables, place, popen)
         stack.enter_context(launched.child)
@@ -162,13 +162,13 @@ class StreamPlay:
     @property
     def halves(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """Tokens and seconds of the passes up to half of the tokens, and of the others."""
-        gained = [step.tokens if step.is_decode else 0 for step in self.steps]
-        reached = list(accumulate(gained))
-        cut = bisect_left(reached, sum(gained) / 2) + 1
-        return self._part(gained, 0, cut), self._part(gained, cut, len(gained))
+        gained_tokens = [step.tokens if step.is_decode else 0 for step in self.steps]
+        cumulative_tokens = list(accumulate(gained_tokens))
+        cut = bisect_left(cumulative_tokens, sum(gained_tokens) / 2) + 1
+        return self._part(gained_tokens, 0, cut), self._part(gained_tokens, cut, len(gained_tokens))
 
-    def _part(self, gained: Sequence[int], begin: int, end: int) -> tuple[int, float]:
-        return sum(gained[begin:end]), sum(step.seconds for step in self.steps[begin:end])
+    def _part(self, gained_tokens: Sequence[int], begin: int, end: int) -> tuple[int, float]:
+        return sum(gained_tokens[begin:end]), sum(step.seconds for step in self.steps[begin:end])
 
     @property
     def acceptance_length(self) -> float:
@@ -207,7 +207,7 @@ class PacedLab:
 
 
 @contextmanager
-def paced(
+def start_paced_engine(
     setting: LabSetting,
     name: str,
     draft: str,
@@ -234,8 +234,8 @@ def paced(
     )
     variables = {VARIABLE: pace.as_json(), "SPECULATION_ONLINE_UPDATES": "1", **(engine or {})}
     planner = {**dilated_planner(_DILATION), **(sidecar or {})}
-    own = SHALLOW / draft
-    with running(
-        setting, name, own, gammas, variables, planner, batch_max=batch_max, models=SHALLOW
+    draft_folder = SHALLOW / draft
+    with start_engine(
+        setting, name, draft_folder, gammas, variables, planner, batch_max=batch_max, models=SHALLOW
     ) as lab:
         yield PacedLab(lab, log)

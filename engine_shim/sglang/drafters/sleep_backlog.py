@@ -20,17 +20,17 @@ class BacklogStep:
 
     tokens: int[B * width], what the target chose (for position + 1); hidden: [B * width, H], its
     hidden states at the positions that it read, in the form that the drafter reads.  Both are on
-    the device.  known: the first position of each request as the host knew it; it may be up to
-    `slack` too small if the previous step was not read back.  counts: how many of a request's rows
-    the target has accepted; None until the host has read that back.  In a step without drafts, each
-    count is 1.  is_read: the drafter was awake and has read the step; it is stored because earlier
-    steps are still missed.
+    the device.  known_starts: the first position of each request as the host knew it; it may be up
+    to `slack` too small if the previous step was not read back.  counts: how many of a request's
+    rows the target has accepted; None until the host has read that back.  In a step without drafts,
+    each count is 1.  is_read: the drafter was awake and has read the step; it is stored because
+    earlier steps are still missed.
     """
 
     request_ids: list[str]
     tokens: torch.Tensor
     hidden: torch.Tensor
-    known: list[int]
+    known_starts: list[int]
     slack: int = 0
     width: int = 1
     counts: list[int] | None = None
@@ -59,7 +59,7 @@ class BacklogRows(NamedTuple):
     unread: int
 
 
-class BacklogSteps:
+class SleepBacklog:
     """Stores up to `max_steps` steps, `max_positions` rows or `max_bytes` bytes."""
 
     def __init__(
@@ -71,11 +71,11 @@ class BacklogSteps:
         self._steps: list[BacklogStep] = []
         self._positions = 0
         # Limit for the rows of the stored steps, which all have one size.
-        self._most_rows = max_positions
+        self._max_rows = max_positions
         # Request -> number of the first step that counts for it.
         self._valid_from: dict[str, int] = {}
         # Number of steps that were removed from the buffer.
-        self._left = 0
+        self._removed_steps = 0
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -84,52 +84,54 @@ class BacklogSteps:
         """Returns whether one more step of so many rows would not fit."""
         if not self._steps:
             return False
-        too_many = self._positions + rows > self._most_rows
+        too_many = self._positions + rows > self._max_rows
         return too_many or len(self._steps) >= self._max_steps
 
     def add(self, step: BacklogStep) -> None:
         """Adds a missed step, or a step that was read after missed ones."""
         if not self._steps:
             row_bytes = step.hidden.nbytes // step.hidden.shape[0]
-            self._most_rows = min(self._max_positions, self._max_bytes // row_bytes)
+            self._max_rows = min(self._max_positions, self._max_bytes // row_bytes)
         self._steps.append(step)
         self._positions += step.hidden.shape[0]
 
-    def forget(self, request_ids: Sequence[str]) -> None:
+    def forget_requests(self, request_ids: Sequence[str]) -> None:
         """Drops the backlog of requests that were prefilled, because the drafter read them, too."""
         if self._steps:
             for request_id in request_ids:
-                self._valid_from[request_id] = self._left + len(self._steps)
+                self._valid_from[request_id] = self._removed_steps + len(self._steps)
 
     def clear(self) -> None:
         """Forgets all steps."""
         self._steps.clear()
         self._valid_from.clear()
-        self._positions = self._left = 0
+        self._positions = self._removed_steps = 0
 
     @property
     def newest(self) -> BacklogStep | None:
         """The newest step; None when the buffer is empty."""
         return self._steps[-1] if self._steps else None
 
-    def take_counted(self) -> BacklogPart:
+    def take_counted(self) -> CountedBacklog:
         """Removes and returns the oldest steps, up to the first without known counts.
 
         The remaining steps are dropped if the drafter has read all of them.
         """
-        kept = len(self._steps)
-        while kept and self._steps[kept - 1].counts is None:
-            kept -= 1
-        taken, self._steps = self._steps[:kept], self._steps[kept:]
-        part = BacklogPart(taken, self._left, dict(self._valid_from), is_latest=not self._steps)
-        self._left += kept
-        self._positions -= sum(step.hidden.shape[0] for step in taken)
+        counted = len(self._steps)
+        while counted and self._steps[counted - 1].counts is None:
+            counted -= 1
+        counted_steps, self._steps = self._steps[:counted], self._steps[counted:]
+        part = CountedBacklog(
+            counted_steps, self._removed_steps, dict(self._valid_from), is_latest=not self._steps
+        )
+        self._removed_steps += counted
+        self._positions -= sum(step.hidden.shape[0] for step in counted_steps)
         if all(step.is_read for step in self._steps):
             self.clear()
         return part
 
 
-class BacklogPart:
+class CountedBacklog:
     """The steps that a catch-up reads.
 
     first: number of the first one.  valid_from: request -> number of the first step that counts.
@@ -139,22 +141,22 @@ class BacklogPart:
     def __init__(
         self,
         steps: Sequence[BacklogStep],
-        first: int,
+        first_number: int,
         valid_from: Mapping[str, int],
         *,
         is_latest: bool,
     ) -> None:
-        self._steps, self._first, self._valid_from = steps, first, valid_from
+        self._steps, self._first_number, self._valid_from = steps, first_number, valid_from
         self.is_latest = is_latest
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def concatenate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns tokens (int64) and hidden states of all these steps, step after step."""
         return (
             torch.cat([step.tokens for step in self._steps]).to(torch.int64),
             torch.cat([step.hidden for step in self._steps]),
         )
 
-    def of_batch(self, request_ids: Sequence[str], lengths: Sequence[int]) -> BacklogRows:
+    def batch_rows(self, request_ids: Sequence[str], lengths: Sequence[int]) -> BacklogRows:
         """Describes what each request of a batch has missed.
 
         lengths: the context lengths after these steps.  The missed positions of a request end
@@ -163,10 +165,10 @@ class BacklogPart:
         """
         backlog: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
         oldest: dict[str, tuple[int, int]] = {}
-        cold = unread = base = 0
-        for number, step in enumerate(self._steps, self._first):
+        cold = unread = step_offset = 0
+        for number, step in enumerate(self._steps, self._first_number):
             assert step.counts is not None
-            for place, (request_id, count) in enumerate(
+            for request_index, (request_id, count) in enumerate(
                 zip(step.request_ids, step.counts, strict=True)
             ):
                 if self._valid_from.get(request_id, 0) > number:
@@ -174,23 +176,23 @@ class BacklogPart:
                 if request_id not in backlog:
                     unread += 0 if step.is_read else count
                 else:
-                    first = base + place * step.width
-                    backlog[request_id] += range(first, first + count)
-                    oldest.setdefault(request_id, (step.known[place], step.slack))
-            base += len(step.request_ids) * step.width
-        found = BacklogRows([], [], [], [], 0, 0)
+                    first_row = step_offset + request_index * step.width
+                    backlog[request_id] += range(first_row, first_row + count)
+                    oldest.setdefault(request_id, (step.known_starts[request_index], step.slack))
+            step_offset += len(step.request_ids) * step.width
+        missed_rows = BacklogRows([], [], [], [], 0, 0)
         for row, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
             order = backlog[request_id]
             if not order:
                 continue
             start = length - len(order)
-            known, slack = oldest[request_id]
-            if not known <= start <= known + slack:
+            known_start, slack = oldest[request_id]
+            if not known_start <= start <= known_start + slack:
                 cold += 1
                 unread += len(order)
                 continue
-            found.rows.append(row)
-            found.starts.append(start)
-            found.lengths.append(len(order))
-            found.order.extend(order)
-        return found._replace(cold=cold, unread=unread)
+            missed_rows.rows.append(row)
+            missed_rows.starts.append(start)
+            missed_rows.lengths.append(len(order))
+            missed_rows.order.extend(order)
+        return missed_rows._replace(cold=cold, unread=unread)

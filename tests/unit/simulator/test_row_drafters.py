@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controller.core.engine_spec import Arm, DrafterSpec, Mixture
 from controller.core.model_shapes import DrafterKind
 from controller.core.plan import MixtureRule
-from simulator.rows import RowChoice
+from simulator.row_drafters import RowDrafterChooser
 
 GAMMA = 4
 DRAFTERS = (
@@ -24,12 +24,14 @@ RULE = MixtureRule(Arm("both", GAMMA), 1.5, (0.5, 1.0, 2.0, 3.0), 2, 0.1)
 
 def choice(eagle, ngram, matches):
     arrays = (np.array(eagle, dtype=np.uint8), np.array(ngram, dtype=np.uint8))
-    return RowChoice(DRAFTERS, arrays, np.array(matches, dtype=np.uint8))
+    return RowDrafterChooser(DRAFTERS, arrays, np.array(matches, dtype=np.uint8))
 
 
-def step(made, running=BOTH, rules=(RULE,), rows=None, at=None):
-    rows = np.arange(len(made._matches)) if rows is None else np.array(rows)
-    return made.step(running, GAMMA, rows if at is None else np.array(at), rows, rules)
+def step(row_choice, running=BOTH, rules=(RULE,), rows=None, positions=None):
+    rows = np.arange(len(row_choice._matches)) if rows is None else np.array(rows)
+    return row_choice.step(
+        running, GAMMA, rows if positions is None else np.array(positions), rows, rules
+    )
 
 
 def proposals(evidence):
@@ -57,20 +59,20 @@ def test_without_a_rule_the_main_drafter_is_used_in_every_row():
 def test_a_proposal_counts_as_far_as_the_step_shows_it():
     # The lookup is used and accepted for 0, 1, 3 and 4: what else would eagle have given?
     _, evidence = step(choice([3, 1, 4, 2], [0, 1, 3, 4], [5, 5, 5, 5]))
-    found = proposals(evidence)
-    assert found["ngram", 5] == ((1, 1, 0, 1, 1), ())
+    counts = proposals(evidence)
+    assert counts["ngram", 5] == ((1, 1, 0, 1, 1), ())
     # 3 tokens after a step of 1: at least 1.  4 after a step of 4, 3 of which are drafts: all 4.
-    assert found["eagle", 0] == ((0, 1, 1, 0, 1), (0, 1, 0, 0))
-    assert ("both", 0) not in found
+    assert counts["eagle", 0] == ((0, 1, 1, 0, 1), (0, 1, 0, 0))
+    assert ("both", 0) not in counts
 
 
 def test_the_main_drafter_alone_shows_what_the_mixture_would_have_given():
     accepted, evidence = step(choice([1, 3], [0, 4], [0, 5]), running=EAGLE)
-    found = proposals(evidence)
+    counts = proposals(evidence)
     assert accepted.tolist() == [1, 3]
     assert evidence.groups == ()
-    assert found["both", 0] == ((0, 1, 0, 0, 1), ())
-    assert found["ngram", 0] == ((1, 0, 0, 0, 0), ())
+    assert counts["both", 0] == ((0, 1, 0, 0, 1), ())
+    assert counts["ngram", 0] == ((1, 0, 0, 0, 0), ())
 
 
 def test_the_lookup_alone_shows_nothing_of_the_main_drafter():
@@ -80,8 +82,8 @@ def test_the_lookup_alone_shows_nothing_of_the_main_drafter():
 
 def test_a_request_that_the_lookup_fails_in_uses_it_no_more_and_others_do():
     # From position 0 it is never accepted, from position 1 always; both rows have a long match.
-    made = choice([1, 1], [0, 4], [5, 5])
-    used = [step(made)[1].groups for _ in range(9)]
+    row_choice = choice([1, 1], [0, 4], [5, 5])
+    used = [step(row_choice)[1].groups for _ in range(9)]
     assert [g.drafter for g in used[0]] == ["ngram"]
     assert [(g.drafter, sum(g.accepted_counts)) for g in used[-1]] == [("eagle", 1), ("ngram", 1)]
 
@@ -130,21 +132,23 @@ STEPS = st.lists(
 @settings(max_examples=100, deadline=None)
 def test_a_batch_does_what_each_of_its_rows_would_do_alone(steps):
     draws = np.array([row for _, rows in steps for row in rows]).reshape(-1, 3)
-    made, alone = choice(*draws.T), [Row() for _ in range(3)]
+    row_choice, alone = choice(*draws.T), [Row() for _ in range(3)]
     for number, (running, rows) in enumerate(steps):
-        accepted, evidence = step(made, running, rows=[0, 1, 2], at=3 * number + np.arange(3))
+        accepted, evidence = step(
+            row_choice, running, rows=[0, 1, 2], positions=3 * number + np.arange(3)
+        )
         expected = [row.one(running, *drawn) for row, drawn in zip(alone, rows, strict=True)]
         assert accepted.tolist() == expected
         by_drafter: dict[str, int] = {}
         for part in evidence.proposals:
             by_drafter[part.drafter] = by_drafter.get(part.drafter, 0) + part.rows
         assert set(by_drafter.values()) == {3}
-    ratios = made._mixtures[0]._ratios[:, :3]
+    ratios = row_choice._mixtures[0]._ratios[:, :3]
     assert ratios[0] == pytest.approx([row.main for row in alone])
     assert ratios[1] == pytest.approx([row.free for row in alone])
 
 
 def test_a_request_of_any_number_has_ratios():
-    made = choice([0], [4], [5])
-    accepted, _ = step(made, rows=[5000], at=[0])
+    row_choice = choice([0], [4], [5])
+    accepted, _ = step(row_choice, rows=[5000], positions=[0])
     assert accepted.tolist() == [4]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from controller.core.acceptance.by_class import TrafficEstimator
+from controller.core.acceptance.traffic_estimator import TrafficEstimator
 from controller.core.acceptance.traffic_state import MAX_REMEMBERED
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
@@ -38,17 +38,19 @@ class FedEstimator:
             report = StepReport(
                 self.step, batch, 100 * batch, drafter, gamma, (*counts, left), 0.01
             )
-            if self.traffic.fold(report, 0.01 * self.step):
+            if self.traffic.observe(report, 0.01 * self.step):
                 called.append(i)
                 if prompt:
-                    self.traffic.believe()
+                    self.traffic.commit()
             elif self.step % 4 == 0:
-                self.traffic.believe()
+                self.traffic.commit()
         return called
 
     def expected(self, gamma=4, batch=16, drafter="mtp"):
-        found = self.traffic.curves().expected([Arm(drafter, gamma)], np.array([float(batch)]))
-        return float(found[0, 0])
+        expected_accepted = self.traffic.curves().expected_accepted(
+            [Arm(drafter, gamma)], np.array([float(batch)])
+        )
+        return float(expected_accepted[0, 0])
 
 
 def tokens(acceptance, gamma=4):
@@ -64,7 +66,7 @@ def test_traffic_that_returns_is_recognised_within_two_steps_and_known_at_once()
     assert called
     assert called[0] <= 1
     assert engine.expected() == pytest.approx(tokens(JSON), rel=0.06)
-    assert len(engine.traffic.states.remembered) == 1
+    assert len(engine.traffic.state_tracker.remembered) == 1
 
 
 def test_a_drafter_that_did_not_run_since_is_remembered_with_its_traffic():
@@ -109,19 +111,19 @@ def test_no_more_than_the_most_are_remembered_and_old_ones_are_forgotten():
     engine = FedEstimator()
     for acceptance in (0.95, 0.05, 0.8, 0.2, 0.9, 0.35, 0.98, 0.1, 0.6, 0.02):
         engine.run(120, acceptance)
-    assert len(engine.traffic.states.remembered) <= MAX_REMEMBERED
+    assert len(engine.traffic.state_tracker.remembered) <= MAX_REMEMBERED
 
 
 def test_what_a_shift_is_taken_for_is_named():
     engine = FedEstimator()
     engine.run(100, JSON)
-    assert engine.traffic.curves().resembles is None
+    assert engine.traffic.curves().earlier_visit is None
     engine.run(100, PROSE)
     engine.run(20, JSON)
-    found = engine.traffic.curves().resembles
-    assert found is not None
-    assert (found.began, found.visits) == (0.0, 1)
-    assert found.ended == pytest.approx(1.0, abs=0.05)
+    resemblance = engine.traffic.curves().earlier_visit
+    assert resemblance is not None
+    assert (resemblance.began_at, resemblance.visits) == (0.0, 1)
+    assert resemblance.ended_at == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
@@ -143,9 +145,9 @@ def test_any_course_of_traffic_keeps_the_states_in_order(seed):
             batch=int(rng.choice([1, 4, 64])), gamma=int(rng.integers(0, 5)),
             drafter=str(rng.choice(["mtp", "dflash"])), prompt=False,
         )  # fmt: skip
-        states = engine.traffic.states
+        states = engine.traffic.state_tracker
         assert len(states.remembered) <= MAX_REMEMBERED
-        assert sum(state.probability for state in states.all) == pytest.approx(1.0)
+        assert sum(state.probability for state in states.all_states) == pytest.approx(1.0)
         assert 0 <= engine.expected() <= 4
 
 
@@ -171,6 +173,6 @@ def test_the_row_of_the_last_batch_has_the_traffic_of_its_octave():
     engine.run(30, JSON, batch=62)
     # A row up to 66 ends in the octave of 68.
     row = np.array([56.0, 66.0, 80.0])
-    found = engine.traffic.curves().expected([Arm("mtp", 4)], row)[0]
-    assert found[1] == pytest.approx(tokens(JSON), rel=0.15)
-    assert found[2] < found[1]
+    expected_accepted = engine.traffic.curves().expected_accepted([Arm("mtp", 4)], row)[0]
+    assert expected_accepted[1] == pytest.approx(tokens(JSON), rel=0.15)
+    assert expected_accepted[2] < expected_accepted[1]
