@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-Found = TypeVar("ScenarioValue")
+Outcome = TypeVar("Outcome")
 
 
 def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
@@ -21,8 +21,8 @@ def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
 
 
 def run_in_parallel(
-    work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], processes: int | None = None
-) -> Iterator[tuple[int, Found]]:
+    work: Callable[..., Outcome], tasks: Sequence[tuple[Any, ...]], processes: int | None = None
+) -> Iterator[tuple[int, Outcome]]:
     """Yields the index of each task and the result of `work` on its arguments, as they finish.
 
     After Ctrl-C or a failed task, tasks that have not started are cancelled.

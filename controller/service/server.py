@@ -133,7 +133,8 @@ class Sidecar(SessionObserver):
         make = EngineController if self._recorder is None else self._recorder.create_core
         return make(
             spec, settings.planner, profile, self._clock, settings.training,
-            overrides=self.override_registry.active(), training_state=self._training_files.load(spec),
+            overrides=self.override_registry.active(),
+            training_state=self._training_files.load(spec),
         )  # fmt: skip
 
     def _make_recorder(self) -> Recorder | None:

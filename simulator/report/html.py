@@ -41,7 +41,7 @@ def _body(report: SimulationReport) -> Iterator[str]:
             ("demand", "wanted", "found", "", "where"),
             [
                 (bar.name, f"{bar.required:g}", f"{bar.value:.4g}",
-                 HighlightedCell("good", "holds") if bar.holds else HighlightedCell("bad", "missed"),
+                 HighlightedCell(*(("good", "holds") if bar.holds else ("bad", "missed"))),
                  bar.worst_scenario)
                 for bar in judge_bars(report)
             ],

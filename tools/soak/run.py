@@ -118,10 +118,7 @@ def judge(result: SoakResult, options: Options) -> None:
         "steps": reconcile.steps(result.executed_steps, result.record),
         "counter": []
         if recorded_count == result.reports
-        else [
-            f"{recorded_count} reports of the last session on record, its sidecar counted "
-            f"{result.reports}"
-        ],
+        else [f"{recorded_count} reports of the last session on record, {result.reports} counted"],
         "plans": reconcile.plans(result.record),
         "lost requests": result.lost_requests,
         "served": reconcile.served(result.executed_steps, result.record, result.answers),

@@ -84,9 +84,8 @@ def _results(document: Mapping[str, Any]) -> list[str]:
     causes = ", ".join(f"{cause} {lost_time[cause]:.1%}" for cause in _CAUSES)
     lines += [
         "",
-        f"Steered lost {lost_time['total']:.1%} of its decode steps' time against the best arm of "
-        "every",
-        f"single step, by the measured costs: {causes}.",
+        f"Steered lost {lost_time['total']:.1%} of its decode steps' time against the best arm of",
+        f"every single step, by the measured costs: {causes}.",
         "",
         "## What the numbers mean",
         "",

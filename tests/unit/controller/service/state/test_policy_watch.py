@@ -93,11 +93,11 @@ async def audited(running: RunningSidecar) -> policy_pb2.AuditRecord:
     """The newest record, once there is one: it is written beside what the sidecar does."""
     request = policy_pb2.QueryAuditRequest(limit=1)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not (
-            audit_answer := (await with_timeout(running.policy.QueryAudit(request))).records
-        ):
+        while True:
+            audit_answer = (await with_timeout(running.policy.QueryAudit(request))).records
+            if audit_answer:
+                return audit_answer[0]
             await asyncio.sleep(0.01)
-    return audit_answer[0]
 
 
 async def news_of(watch: Any) -> policy_pb2.WatchOverridesResponse:
