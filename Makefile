@@ -55,6 +55,8 @@ docs: setup ## The documents as a site, in build/site; a dead link or anchor end
 test: setup ## The tests of CI (ARGS="-m 'not engine and not packaging'" for the quick ones)
 	@$(PYTHON_IN) -m pytest -m "not nightly" $(ARGS)
 
+# The list leaves out what needs an engine or a Debian package, and files that play long runs of the
+# core: set-up and tests take two minutes on two cores.  `make test` runs all of them.
 test-core: setup-core ## The tests of the core and the sidecar, in .venv-core (one minute)
 	@$(PYTHON_CORE) -m pytest -n auto --dist loadfile -m "not slow and not nightly" @tests/core_tests.txt $(ARGS)
 
