@@ -40,6 +40,8 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
 	@echo "check: workflows, forms and hooks" && scripts/forge.sh .venv/bin
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py
+	@echo "check: names" && $(PYTHON_IN) scripts/names.py
+	@echo "check: package READMEs" && $(PYTHON_IN) scripts/readmes.py
 	@echo "check: links and anchors of the documents" && .venv/bin/mkdocs build
 	@echo "check: licences of the images" && $(PYTHON_IN) scripts/bill_of_materials.py licences
 	@echo "check: ok"

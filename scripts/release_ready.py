@@ -42,10 +42,10 @@ def _metadata(wheel: Path) -> Message:
 def main(arguments: list[str]) -> int:
     """Prints the faults; returns 1 if there are any."""
     tag, folder = arguments
-    found = list(faults(tag, Path(folder)))
-    for fault in found:
+    release_faults = list(faults(tag, Path(folder)))
+    for fault in release_faults:
         print(f"release: {fault}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if release_faults else 0
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ _OPTIONS = (
 )
 
 
-def serve(**given: Any) -> None:
+def serve(**options: Any) -> None:
     """Runs the sidecar until SIGTERM or SIGINT; on SIGHUP it reads its settings again.
 
     All settings can be set in a YAML file (--config) and by environment variables with the prefix
@@ -110,7 +110,7 @@ def serve(**given: Any) -> None:
     from controller.settings.settings import Settings, SettingsError
     from controller.util import logs
 
-    flags, file = split_flags(given)
+    flags, file = split_flags(options)
 
     def load_settings() -> Settings:
         return Settings.load(flags, file)

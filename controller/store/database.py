@@ -348,7 +348,7 @@ def _entry_from_row(row: Iterable[Any]) -> StoredEntry:
 
 
 def _record_from_row(row: Sequence[Any]) -> AuditRecord:
-    sequence, at, *texts = row
+    sequence, wall_seconds, *texts = row
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"audit record {sequence} contains a value that is not text")
     return AuditRecord(str(int(sequence)), float(at), *texts)

@@ -370,10 +370,10 @@ class FileBlobStore:
         for path in (self._directory / kind.name / name).glob("*.json"):
             try:
                 body = json.loads(path.read_bytes())
-                text, at = require_text(body["text"]), float(body["at"])
-                if not math.isfinite(at):
+                text, wall_seconds = require_text(body["text"]), float(body["at"])
+                if not math.isfinite(wall_seconds):
                     raise ValueError("must be a time")
-                item = Blob(path.stem, text, max(0.0, now - at))
+                item = Blob(path.stem, text, max(0.0, now - wall_seconds))
             except (OSError, *MALFORMED_JSON_ERRORS) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 self._skipped.add(kind.name, [f"{name}/{path.name}"], reason or "")

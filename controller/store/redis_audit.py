@@ -124,5 +124,5 @@ def _read_look_reply(reply: Any) -> tuple[int, str, int, Sequence[tuple[Any, ...
 
 def _decode_record(row: Sequence[Any]) -> AuditRecord:
     """Decodes a record.  Raises one of MALFORMED."""
-    sequence, at, *texts = map(decode_text, row)
-    return AuditRecord(sequence, require_time(float(at)), *texts)
+    sequence, wall_seconds, *texts = map(decode_text, row)
+    return AuditRecord(sequence, require_time(float(wall_seconds)), *texts)

@@ -29,12 +29,12 @@ def to_printable_lines(text: str) -> str:
 
 def escape_json(text: str) -> str:
     """Escapes unprintable characters in JSON text, where only strings can contain them."""
-    return _CANDIDATES.sub(lambda found: _escape(found[0], "\\u{:04x}\\u{:04x}"), text)
+    return _CANDIDATES.sub(lambda match: _escape(match[0], "\\u{:04x}\\u{:04x}"), text)
 
 
 def escape_yaml(text: str) -> str:
     """Escapes unprintable characters in YAML text in which strings with such are quoted."""
-    return _CANDIDATES.sub(lambda found: _escape(found[0], ""), text)
+    return _CANDIDATES.sub(lambda match: _escape(match[0], ""), text)
 
 
 def _escape(character: str, pair: str) -> str:

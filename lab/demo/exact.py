@@ -41,7 +41,7 @@ class Mismatch:
     request: int
     position: int
     expected: int
-    found: int
+    actual: int
 
 
 @dataclass(frozen=True, slots=True)

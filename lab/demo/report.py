@@ -69,7 +69,7 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
             terminal.say(
                 f"NOT EXACT: {play.policy}, request {mismatch.request}: token {mismatch.position} "
                 "is "
-                f"{mismatch.found}, plain decoding gave {mismatch.expected}"
+                f"{mismatch.actual}, plain decoding gave {mismatch.expected}"
             )
     if outcome.exact:
         tokens = sum(play.tokens for play in outcome.exact)

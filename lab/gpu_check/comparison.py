@@ -32,7 +32,7 @@ class Difference:
     prompt: int
     position: int
     expected: int
-    found: int
+    actual: int
     gap: float
     verdict: str
     arm: str
@@ -41,7 +41,7 @@ class Difference:
         """Describes it for people."""
         return (
             f"{self.engine}: prompt {self.prompt}, position {self.position}: expected token "
-            f"{self.expected}, found {self.found} ({self.verdict}, plain decoding's two best "
+            f"{self.expected}, found {self.actual} ({self.verdict}, plain decoding's two best "
             f"logprobs differ by {self.gap:.1e}), arm {self.arm}"
         )
 

@@ -49,8 +49,8 @@ class TrafficClass:
 
 
 CLASSES: Mapping[str, TrafficClass] = {
-    found.name: found
-    for found in (
+    traffic_class.name: traffic_class
+    for traffic_class in (
         TrafficClass(
             "code",
             (0.647, 0.396, 0.260, 0.192, 0.146, 0.115, 0.092, 0.063),

@@ -14,12 +14,12 @@ def service_links(environment: Mapping[str, str]) -> set[str]:
     Every Service has NAME_SERVICE_HOST and NAME_SERVICE_PORT; further ones begin with
     NAME_SERVICE_PORT_ and NAME_PORT.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for host in environment:
         service = host.removesuffix(_HOST)
         if service == host or f"{service}{_PORT}" not in environment:
             continue
         begins = (f"{service}{_PORT}_", f"{service}_PORT_")
-        found |= {name for name in environment if name.startswith(begins)}
-        found |= {host, f"{service}{_PORT}", f"{service}_PORT"}
-    return found
+        names |= {name for name in environment if name.startswith(begins)}
+        names |= {host, f"{service}{_PORT}", f"{service}_PORT"}
+    return names

@@ -73,7 +73,7 @@ _DOMINO = {
 }
 
 
-def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+def _drop_keys(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
@@ -101,7 +101,7 @@ CONFIGS: dict[str, Any] = {
     "eagle3-other-width": _EAGLE3 | {"hidden_size": 6144, "target_hidden_size": 8192},
     "eagle3-other-vocabulary": _EAGLE3 | {"vocab_size": 128256},
     "eagle3-many-drafts": _EAGLE3 | {"draft_vocab_size": 200000},
-    "eagle3-no-draft-vocabulary": _without(_EAGLE3, "draft_vocab_size"),
+    "eagle3-no-draft-vocabulary": _drop_keys(_EAGLE3, "draft_vocab_size"),
     "eagle3-absent-layers": _EAGLE3 | _layers(1, 17, 40),
     "eagle3-two-layers": _EAGLE3 | _layers(1, 17) | {"num_aux_hidden_states": 3},
     "eagle3-deep": _EAGLE3 | {"num_hidden_layers": 36},
@@ -116,7 +116,7 @@ CONFIGS: dict[str, Any] = {
     "eagle-qwen2": _QWEN3
     | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2", "num_hidden_layers": 1},
     "dflash": _DFLASH,
-    "dflash-nested": _without(_DFLASH, "block_size") | _reads(1, 9, 17, 25, 33, block_size=8),
+    "dflash-nested": _drop_keys(_DFLASH, "block_size") | _reads(1, 9, 17, 25, 33, block_size=8),
     "dflash-second-loop": _DFLASH | _reads(1, 20, 40),
     "dflash-unnamed-layers": _DFLASH | {"dflash_config": {"mask_token_id": 151669}},
     "dflash-third-loop": _DFLASH | _reads(1, 20, 64),

@@ -255,7 +255,7 @@ def _leave_out_passes(spans: Spans) -> None:
         (EAGLEWorkerV2, "_stub_skipped_draft_extend"),
         (DFlashDrafter, "draft"), (DFlashDrafter, "chain"), (DFlashDrafter, "read"),
     ):  # fmt: skip
-        _replace(owner, method, lambda found: spans.span(_ENGINE, found))
+        _replace(owner, method, lambda method: spans.span(_ENGINE, method))
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

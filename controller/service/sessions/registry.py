@@ -244,16 +244,16 @@ class LoadMonitor:
             self._last_counts,
             {s.session_id: _message_counts(s) for s in sessions},
         )
-        sending = behind = lost_reports = 0
+        sending = falling_behind = lost_reports = 0
         for name, current in self._last_counts.items():
             previous = previous_counts.get(name, (0, 0, 0))
             messages, reports, dropped = (n - w for n, w in zip(current, previous, strict=True))
             if messages:
                 sending += 1
                 if reports >= LONG_MESSAGE_REPORTS * messages:
-                    behind += 1
+                    falling_behind += 1
                     lost_reports += dropped
-        is_behind = 2 * behind > sending
+        is_behind = 2 * falling_behind > sending
         self._overloaded_checks = self._overloaded_checks + 1 if is_behind and lost_reports else 0
         if self._overloaded_checks >= _OVERLOADED_CHECKS and not self.is_overloaded:
             self.is_overloaded = True

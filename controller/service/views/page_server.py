@@ -145,11 +145,11 @@ class _PageHandler(BaseHTTPRequestHandler):
         if path == "/api/v1/state":
             return self.server.run_on_loop(self.server.status_cache.state())
         if path == "/api/v1/engine":
-            since = float(query.get("since", ["0"])[0])
-            if not math.isfinite(since):
+            start_seconds = float(query.get("since", ["0"])[0])
+            if not math.isfinite(start_seconds):
                 raise ValueError("since must be Unix seconds")
             return self.server.run_on_loop(
-                self.server.status_cache.engine(query.get("id", [""])[0], since)
+                self.server.status_cache.engine(query.get("id", [""])[0], start_seconds)
             )
         if path == "/api/v1/fleet":
             filter_text, after = query.get("filter", [""])[0], query.get("after", [""])[0]

@@ -158,8 +158,8 @@ class StatusCache:
             ],
         }
 
-    async def engine(self, engine_id: str, since: float) -> dict[str, Any]:
-        """Returns one engine's details and the points of its history after `since`, for JSON.
+    async def engine(self, engine_id: str, start_seconds: float) -> dict[str, Any]:
+        """Returns one engine's details and the points of its history after `start_seconds`, for JSON.
 
         Raises UnknownEngineError.
         """
@@ -167,7 +167,7 @@ class StatusCache:
         view, history = self._snapshot(session), session.history
         return engine_detail(view) | {
             "fields": POINT_FIELDS,
-            "points": history.points_since(since),
+            "points": history.points_since(start_seconds),
             "alternatives": compare_alternatives(
                 view.explanation.table,
                 [value.arm for value in view.explanation.arms],

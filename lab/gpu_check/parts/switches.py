@@ -140,8 +140,7 @@ def _price_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             f"{words} at B = {results['batch_size']}, {results[name]['switches']} times",
-            f"{results[name]['microseconds']:.0f} µs, {100 * results[name]['share']:.1f} % of"
-            + " a step",
+            f"{results[name]['microseconds']:.0f} µs, {results[name]['share']:.1%} of a step",
         )
         for name, words in names.items()
         if name in results

@@ -98,8 +98,8 @@ def _compile_in_torch(loader: ModuleType) -> None:
 
     changed: Any = loader
     changed._find_prebuilt = lambda *, spec, scope: SimpleNamespace(spec=spec)
-    changed._load = lambda found: jit.make_module(
-        found.spec.module_args, (*found.spec.cpp_wrappers, *found.spec.cuda_wrappers)
+    changed._load = lambda kernel: jit.make_module(
+        kernel.spec.module_args, (*kernel.spec.cpp_wrappers, *kernel.spec.cuda_wrappers)
     )
 
 

@@ -43,7 +43,7 @@ def test_a_wrong_token_fails_the_check(tmp_path: Path):
     exact = json.loads((tmp_path / "result.json").read_text())["exact"]
     assert exact["wrong"] > 0
     first = exact["differences"][0]
-    assert first["found"] == 100
+    assert first["actual"] == 100
     assert "eagle3 3" in first["arm"]
     page = (tmp_path / "page.md").read_text()
     assert "| exact | FAILED |" in page

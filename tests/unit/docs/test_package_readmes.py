@@ -1,31 +1,60 @@
-"""Every package has a short README whose modules and folders are there."""
+"""scripts/readmes.py, a part of `make check`, finds what package READMEs lack or name in vain."""
 
-import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# Their contents are described one level up.
-INSIDE = {
-    "simulator/commands", "simulator/peers", "simulator/report", "api/versions", "lab/standin",
-}  # fmt: skip
+TREES = ("controller", "simulator", "engine_shim", "trainer", "lab", "tools")
 
 
-def packages() -> list[Path]:
-    folders = {ROOT / "tests", ROOT / "controller" / "page"}
-    for top in ("controller", "simulator", "engine_shim", "trainer", "lab"):
-        folders |= {path.parent for path in (ROOT / top).rglob("__init__.py")}
-    return sorted(path for path in folders if not any(inside in str(path) for inside in INSIDE))
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in TREES:
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "README.md").write_text("# `first.py`, and `second` in `inner/`\n")
+        (tmp_path / name / "first.py").touch()
+        (tmp_path / name / "inner" / "second.py").touch()
+        (tmp_path / name / "inner" / "__init__.py").touch()
+    return tmp_path
 
 
-@pytest.mark.parametrize("package", packages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_package_has_a_readme_that_names_what_is_there(package: Path):
-    text = (package / "README.md").read_text(encoding="utf-8")
-    if package.name != "models":
-        assert len(text.splitlines()) <= 30
-    places = (package, ROOT / "controller", ROOT)
-    modules = re.findall(r"`([\w/*]+\.py)`", text)
-    folders = re.findall(r"`([\w/]+/)`", text)
-    for name in [*modules, *folders]:
-        assert any(list(place.glob(name)) for place in places), name
+def run_lint(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/readmes.py", "--root", str(root)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_complete_readmes_pass(tree: Path):
+    result = run_lint(tree)
+    assert (result.returncode, result.stdout) == (0, "package READMEs: 0 findings\n")
+
+
+def test_a_module_without_a_line_is_found(tree: Path):
+    (tree / "tools" / "inner" / "third.py").touch()
+    result = run_lint(tree)
+    assert result.returncode == 1
+    assert "tools/README.md: does not name third.py" in result.stdout
+
+
+def test_a_package_with_a_readme_is_not_described_above(tree: Path):
+    (tree / "lab" / "inner" / "README.md").write_text("# inner\n")
+    assert "lab/inner/README.md: does not name second.py" in run_lint(tree).stdout
+
+
+@pytest.mark.parametrize("name", ["gone.py", "gone/"])
+def test_what_does_not_exist_is_found(tree: Path, name: str):
+    (tree / "trainer" / "README.md").write_text(f"# `first.py`, `second.py`, `{name}`\n")
+    result = run_lint(tree)
+    assert result.returncode == 1
+    assert f"trainer/README.md: {name} does not exist" in result.stdout
+
+
+def test_a_tree_without_a_readme_is_found(tree: Path):
+    (tree / "controller" / "README.md").unlink()
+    assert "controller: there is no README.md" in run_lint(tree).stdout
+
+
+def test_the_readmes_of_this_repository_are_complete():
+    assert run_lint(ROOT).stdout == "package READMEs: 0 findings\n"

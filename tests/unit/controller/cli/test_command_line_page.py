@@ -30,8 +30,8 @@ PAGE = (Path(__file__).parents[4] / "docs" / "command-line.md").read_text(encodi
 COMMANDS = list_commands(app)
 # Command: its cells for kinds, fields and names.
 ROWS = {
-    found[1]: [cell.strip() for cell in found[2].split("|")][1:]
-    for found in re.finditer(r"^\| `controller ([\w ]+)` \|(.*)\|$", PAGE, re.MULTILINE)
+    row[1]: [cell.strip() for cell in row[2].split("|")][1:]
+    for row in re.finditer(r"^\| `controller ([\w ]+)` \|(.*)\|$", PAGE, re.MULTILINE)
 }
 MESSAGES = {
     message.__name__: set(message.DESCRIPTOR.fields_by_name)

@@ -103,7 +103,7 @@ def test_it_reads_what_the_kernel_says():
         try:
             wanted = f"process {started.pid}"
             eventually(
-                lambda: wanted in [found.check for found in check_processes(address)],
+                lambda: wanted in [finding.check for finding in check_processes(address)],
                 description="the process is seen",
             )
         finally:

@@ -50,7 +50,7 @@ def test_a_difference_is_rounding_between_the_two_best_tokens_of_a_near_tie_only
     (difference,), asked = compared(answer(5, 6, 7), answer(5, 9, 7), best)
     assert difference.verdict == verdict
     assert asked == [[1, 2, 5]]
-    facts = (difference.prompt, difference.position, difference.expected, difference.found)
+    facts = (difference.prompt, difference.position, difference.expected, difference.actual)
     assert facts == (4, 1, 6, 9)
     assert "prompt 4, position 1: expected token 6, found 9" in difference.sentence()
     assert "dflash 3" in difference.sentence()
@@ -58,7 +58,7 @@ def test_a_difference_is_rounding_between_the_two_best_tokens_of_a_near_tie_only
 
 def test_an_answer_that_ends_early_is_wrong():
     (difference,), asked = compared(answer(5, 6), answer(5), {})
-    assert (difference.verdict, difference.expected, difference.found) == (WRONG, 6, -1)
+    assert (difference.verdict, difference.expected, difference.actual) == (WRONG, 6, -1)
     assert asked == []
 
 

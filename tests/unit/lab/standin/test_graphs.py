@@ -61,8 +61,8 @@ def masked_assignment(inputs: Tensor, positions: Tensor) -> Tensor:
     "work",
     [
         masked_assignment,
-        lambda given, at: torch.where(at == 0, 5.0, given),
-        lambda given, at: given.masked_fill(at == 0, 5.0),
+        lambda values, positions: torch.where(positions == 0, 5.0, values),
+        lambda values, positions: values.masked_fill(positions == 0, 5.0),
     ],
 )
 def test_a_number_is_part_of_the_graph(work: Callable[[Tensor, Tensor], Tensor]) -> None:

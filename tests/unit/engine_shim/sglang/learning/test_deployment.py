@@ -237,9 +237,9 @@ def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda found: found | {"lm_head.weight": torch.zeros(3)}, "lm_head.weight"),
+        (lambda tensors: tensors | {"lm_head.weight": torch.zeros(3)}, "lm_head.weight"),
         (
-            lambda found: found | {"lm_head.weight": found["lm_head.weight"] * torch.nan},
+            lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] * torch.nan},
             "contains NaN",
         ),
     ],
