@@ -164,7 +164,7 @@ class RecordedController(EngineController):
         event_log: EventLog,
         *,
         overrides: Iterable[Override] = (),
-        trained: TrainingState | None = None,
+        training_state: TrainingState | None = None,
     ) -> None:
         self._time = _FrozenClock(clock)
         super().__init__(
@@ -174,7 +174,7 @@ class RecordedController(EngineController):
             self._time,
             training,
             overrides=overrides,
-            training_state=trained,
+            training_state=training_state,
         )
         self._event_log = event_log
         self._profile = profile

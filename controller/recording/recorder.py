@@ -104,7 +104,7 @@ class Recorder:
         training: TrainingSettings,
         *,
         overrides: Iterable[Override] = (),
-        trained: TrainingState | None = None,
+        training_state: TrainingState | None = None,
     ) -> RecordedController:
         """Creates the core of a new session, with an event log of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
@@ -120,7 +120,7 @@ class Recorder:
             training,
             event_log,
             overrides=overrides,
-            trained=trained,
+            training_state=training_state,
         )
 
     def _run(self) -> None:

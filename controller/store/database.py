@@ -351,7 +351,7 @@ def _record_from_row(row: Sequence[Any]) -> AuditRecord:
     sequence, wall_seconds, *texts = row
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"audit record {sequence} contains a value that is not text")
-    return AuditRecord(str(int(sequence)), float(at), *texts)
+    return AuditRecord(str(int(sequence)), float(wall_seconds), *texts)
 
 
 def _create_database(path: Path) -> None:

@@ -260,7 +260,7 @@ class LoadMonitor:
             _log.warning(
                 "overloaded",
                 engines=sending,
-                late=behind,
+                late=falling_behind,
                 dropped_reports=lost_reports,
                 detail="reports are lost; no other engine is accepted until the sidecar keeps up: "
                 "give it a faster core or a dedicated one, or run another sidecar for some engines",
