@@ -58,7 +58,7 @@ class WatchedPolicy:
         self.change_seconds: list[float] = []
         self.off_seconds: list[float] = []
 
-    def enter(self, situation: Situation) -> None:
+    def set_situation(self, situation: Situation) -> None:
         """Notes what is true of the next step."""
         self._situation = situation
 

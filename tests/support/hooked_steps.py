@@ -27,7 +27,7 @@ class HookedSteps:
     def __init__(self, link: EngineLink, agent: socket.socket, size: int) -> None:
         worker = SimpleNamespace(_stub_skipped_draft_extend=lambda *_: None)
         self.hooks = EngineHooks(
-            policy=SimpleNamespace(run=lambda _: None),  # type: ignore[arg-type]
+            policy=SimpleNamespace(set_choice=lambda _: None),  # type: ignore[arg-type]
             ranks=RankPlanSync(link.plan_follower, link),
             losses=LostCapabilityReporter(),
             graph_states=GraphStates(),

@@ -37,13 +37,13 @@ PULL_RAW_REQUESTS: Final = f"{_COMPONENTS}.request_receiver.SchedulerRequestRece
 
 def is_enabled() -> bool:
     """Whether the engine of this process, once it is configured, has data-parallel attention."""
-    enabled: bool = _version_api.attention_dp_is_on()
+    enabled: bool = _version_api.is_attention_dp_enabled()
     return enabled
 
 
 def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
     """Wraps `ADAPTIVE_UNSUPPORTED_REASON`, which objects to ranks that differ: they cannot."""
-    with _version_api.without_attention_dp():
+    with _version_api.disabled_attention_dp():
         reason: str | None = original(args)
     return reason
 

@@ -103,10 +103,10 @@ internal_state: Final[Callable[[Any, tuple[Any, ...]], dict[str, Any]]] = (
 draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _version_api.draft_scope
 # Gives a target this `ModelConfig` as its drafter's, inside the block.
 override_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
-    _version_api.with_draft_config
+    _version_api.override_draft_config
 )
 # Gives a draft worker the rank layout of a `DFlashWorkerV2`.
-match_memory_layout: Final[Callable[[Any, Any], None]] = _version_api.lie_like
+match_memory_layout: Final[Callable[[Any, Any], None]] = _version_api.match_memory_layout
 
 
 def resolving_args(args: ServerArgs) -> Any:

@@ -60,23 +60,23 @@ class Agents:
     """Where the supervisor stands: hands out the sockets of agents that were started."""
 
     def __init__(self) -> None:
-        self._fresh: deque[socket.socket] = deque()
+        self._new_sockets: deque[socket.socket] = deque()
         self.starts = 0
         self.agent_pid = None
 
     def add(self, ours: socket.socket) -> None:
-        self._fresh.append(ours)
+        self._new_sockets.append(ours)
         self.starts += 1
 
-    def take(self) -> socket.socket | None:
-        newest = self._fresh.pop() if self._fresh else None
-        while self._fresh:
-            self._fresh.popleft().close()
+    def take_socket(self) -> socket.socket | None:
+        newest = self._new_sockets.pop() if self._new_sockets else None
+        while self._new_sockets:
+            self._new_sockets.popleft().close()
         return newest
 
     def stop(self) -> None:
-        while self._fresh:
-            self._fresh.pop().close()
+        while self._new_sockets:
+            self._new_sockets.pop().close()
 
 
 class RankedEngine:

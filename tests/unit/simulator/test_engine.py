@@ -408,7 +408,7 @@ class Seer(Recorder):
         super().__init__(arms)
         self.shown = []
 
-    def enter(self, situation):
+    def set_situation(self, situation):
         self.shown.append(situation)
 
 

@@ -40,14 +40,14 @@ def test_a_broken_tape_takes_nothing_before_an_opening_even_where_there_is_room(
 def test_a_recorded_step_is_the_other_cores_probe_only_if_it_ran_that_arm(running, known):
     report = StepReport(1, 1, 1, "mtp", 2, (0, 0, 1), 0.01, probe_id=99)
     probe = None if running is None else (0, Probe(7, Arm("mtp", running), 2))
-    core = SimpleNamespace(explorer=SimpleNamespace(running=probe))
+    core = SimpleNamespace(explorer=SimpleNamespace(running_probe=probe))
     assert _with_own_probe(report, core).probe_id == known  # type: ignore[arg-type]
 
 
 def test_the_deepest_position_says_whether_an_arm_was_seen():
     curves = {"mtp": AcceptanceCurve([0.5] * 3, [100.0, 8.0, 2.0], [0.0] * 4, [4.0] * 3)}
     core = SimpleNamespace(
-        decision=SimpleNamespace(values=SimpleNamespace(traffic=SimpleNamespace(batch=curves)))
+        decision=SimpleNamespace(values=SimpleNamespace(traffic=SimpleNamespace(last_batch=curves)))
     )
     unseen_flags = [_is_unseen(Arm("mtp", gamma), core) for gamma in range(4)]  # type: ignore[arg-type]
     assert unseen_flags == [False, False, False, True]

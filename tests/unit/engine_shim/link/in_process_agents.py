@@ -15,7 +15,7 @@ class Agents:
     """Stands where the supervisor stands: hands out real sockets, starts no process."""
 
     def __init__(self) -> None:
-        self._fresh: deque[socket.socket] = deque()
+        self._new_sockets: deque[socket.socket] = deque()
         self.ends: list[socket.socket] = []
         self.starts = 0
         self.agent_pid = None
@@ -24,16 +24,16 @@ class Agents:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(0)
         theirs.settimeout(0)
-        self._fresh.append(ours)
+        self._new_sockets.append(ours)
         self.ends.append(theirs)
         self.starts += 1
         return theirs
 
-    def take(self) -> socket.socket | None:
-        return self._fresh.popleft() if self._fresh else None
+    def take_socket(self) -> socket.socket | None:
+        return self._new_sockets.popleft() if self._new_sockets else None
 
     def stop(self) -> None:
-        for end in (*self.ends, *self._fresh):
+        for end in (*self.ends, *self._new_sockets):
             end.close()
 
 

@@ -41,7 +41,7 @@ class ThreeRanks:
             for _ in range(2)
         ]
 
-    def outgoing(self) -> list[RankUpdate]:
+    def outgoing_updates(self) -> list[RankUpdate]:
         assert all(rank.outgoing_updates() == [] for rank in self.ranks[1:])
         return self.ranks[0].outgoing_updates()
 

@@ -49,7 +49,7 @@ def block(
     *, in_graph: bool = True, capture_bs: tuple[int, ...] = (1, 2), failure_reason: str = ""
 ) -> Any:
     return SimpleNamespace(
-        runner=Runner(in_graph=in_graph, capture_bs=capture_bs), over=failure_reason
+        runner=Runner(in_graph=in_graph, capture_bs=capture_bs), failure_reason=failure_reason
     )
 
 

@@ -43,7 +43,7 @@ class Sleep:
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
-        self.is_behind, self.must_wait = True, False
+        self.is_behind, self.must_wait_one_step = True, False
         self.counters = SleepCounters()
         self.calls: list[str] = []
 
@@ -58,7 +58,7 @@ class Sleep:
     def sleep_through(self, batch: Any, result: Any, width: int) -> None:
         self._note(f"through {width}")
 
-    def forget(self, requests: Any) -> None:
+    def forget_requests(self, requests: Any) -> None:
         self._note("forget")
 
 
@@ -101,10 +101,10 @@ def adopted(
 ) -> Any:
     """What all ranks have adopted."""
     return SimpleNamespace(
-        take_in=lambda: None,
+        receive_and_adopt=lambda: None,
         choose=lambda _: choice,
-        stride=lambda: stride,
-        collects=lambda: collects,
+        update_stride=lambda: stride,
+        collects_signals=lambda: collects,
         draft_version=lambda: version,
     )
 
@@ -115,9 +115,9 @@ def chosen(gamma: int, *, asleep: bool = False, drafter: int = 0) -> StepChoice:
 
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
     parts: dict[str, Any] = {
-        "policy": SimpleNamespace(run=lambda _: None),
+        "policy": SimpleNamespace(set_choice=lambda _: None),
         "ranks": adopted(chosen(gamma, asleep=asleep)),
-        "sleep": Sleep(failing),
+        "sleeping_drafter": Sleep(failing),
     }
     return EngineHooks(
         losses=LostCapabilityReporter(), graph_states=GraphStates(), eager=EagerPasses(), **parts
@@ -129,7 +129,7 @@ def learns(hooks: Any, learner: int = OWN_DRAFTER_INDEX, **parts: Any) -> None:
     split = None if hooks.dual_drafter is None else hooks.dual_drafter.split
     hooks.learning = LearningSteps(
         ranks=hooks.ranks,
-        losses=hooks.lost_capabilities,
+        losses=hooks.losses,
         learner_index=learner,
         split_features=split,
         **parts,
@@ -152,12 +152,14 @@ class Link:
 
     def __init__(self, hooks: Any) -> None:
         self.reported_losses: list[tuple[str, str]] = []
-        hooks.lost_capabilities = LostCapabilityReporter(self)  # type: ignore[arg-type]
+        hooks.losses = LostCapabilityReporter(self)  # type: ignore[arg-type]
         if hooks.learning is not None:
-            hooks.learning.lost_capabilities = hooks.lost_capabilities
+            hooks.learning.losses = hooks.losses
 
-    def lose(self, loss: LostCapability) -> None:
-        self.reported_losses.append((Capability.Name(loss.capability), loss.reason))
+    def report_lost_capability(self, lost_capability: LostCapability) -> None:
+        self.reported_losses.append(
+            (Capability.Name(lost_capability.capability), lost_capability.reason)
+        )
 
 
 def run_step(hooks: Any, mode: str = "decode") -> tuple[Any, bool]:
@@ -282,7 +284,7 @@ def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
     hooks = session(asleep=False)
     hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
     hooks.ranks = adopted(chosen(3), 0, True)
-    collector = SimpleNamespace(over="", after_prefill=prompt_passes.append)
+    collector = SimpleNamespace(end_reason="", after_prefill=prompt_passes.append)
     learns(hooks, learner, collector=collector)
     prompts = SimpleNamespace(
         **vars(batch("extend")), input_ids=torch.arange(4), extend_lens=[4], prefix_lens=[0],
@@ -304,7 +306,7 @@ def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
 def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
     hooks = session(asleep=False, gamma=3)
     hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
-    hooks.block = SimpleNamespace(over="out of memory")
+    hooks.block = SimpleNamespace(failure_reason="out of memory")
     learns(hooks, learner, online=Online())
     link = Link(hooks)
     for _ in range(2):
@@ -343,7 +345,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
         raise ValueError("nobody thought of this")
 
     hooks = session(asleep=False, gamma=3)
-    hooks.reporter = SimpleNamespace(settle=fail)
+    hooks.reporter = SimpleNamespace(report_step=fail)
     link = Link(hooks)
     result, _ = run_step(hooks)
     assert hooks.status()["reporting"]
@@ -359,7 +361,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
 
 def test_a_dflash_drafter_that_has_failed_is_reported_once() -> None:
     hooks = session(asleep=False, gamma=3)
-    hooks.block = SimpleNamespace(over="")
+    hooks.block = SimpleNamespace(failure_reason="")
     link = Link(hooks)
     run_step(hooks)
     assert link.reported_losses == []
@@ -371,14 +373,14 @@ def test_a_dflash_drafter_that_has_failed_is_reported_once() -> None:
 
 def test_results_of_other_forwards_are_not_reported() -> None:
     hooks = session(asleep=False)
-    hooks.reporter = SimpleNamespace(settle=pytest.fail)
+    hooks.reporter = SimpleNamespace(report_step=pytest.fail)
     assert hooks.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
 
 
 def test_context_lengths_that_only_the_requests_know_are_those_before_the_step() -> None:
     hooks = session(asleep=False, gamma=3)
     seen: list[int] = []
-    hooks.reporter = SimpleNamespace(settle=lambda launch, *_: seen.append(launch.kv_tokens))
+    hooks.reporter = SimpleNamespace(report_step=lambda launch, *_: seen.append(launch.kv_tokens))
     result, _ = run_step(hooks)
     result.speculation_launch.kv_tokens = None
     request = SimpleNamespace(
@@ -409,7 +411,7 @@ class Signals:
     def status(self) -> dict[str, Any]:
         return {"state": self.state}
 
-    def give_up(self, reason: str) -> None:
+    def stop(self, reason: str) -> None:
         self.failing, self.state, self.end_reason = False, reason, reason
 
 

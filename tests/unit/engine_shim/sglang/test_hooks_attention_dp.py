@@ -19,7 +19,7 @@ class Adopted:
         self.asked.append(sequences)
         return chosen(sequences)
 
-    def outgoing(self) -> list[str]:
+    def outgoing_updates(self) -> list[str]:
         return ["update"]
 
 
@@ -29,7 +29,7 @@ def test_with_data_parallel_attention_a_rank_chooses_for_the_largest_batch(mode:
     ran: list[StepChoice] = []
     hooks.ranks, hooks.has_attention_dp, hooks.sleeping_drafter = Adopted(), True, None
     hooks.has_other_ranks = True
-    hooks.policy = SimpleNamespace(run=ran.append)
+    hooks.policy = SimpleNamespace(set_choice=ran.append)
     step = batch(mode)
     attention_dp.store_rank_sizes(None, step, SimpleNamespace(global_num_tokens=[1, 5, 2]), True)
     hooks.around_forward(lambda *_: SimpleNamespace(), None, step)

@@ -21,8 +21,8 @@ class Link:
         self.asked: list[int] = []
         self.polls = 0
         self._choices = list(choices)
-        self.steering = SimpleNamespace(
-            safe=choice(7, 0, source=Source.SAFE_DEFAULT), names=("eagle3",)
+        self.plan_follower = SimpleNamespace(
+            safe_default=choice(7, 0, source=Source.SAFE_DEFAULT), names=("eagle3",)
         )
 
     def choose(self, batch_size: int) -> StepChoice:
@@ -36,7 +36,7 @@ class Link:
         self.reports.append(fill_report(fill))
         return True
 
-    def lose(self, _: Any) -> None: ...
+    def report_lost_capability(self, _: Any) -> None: ...
 
     def close(self) -> None: ...
 

@@ -624,7 +624,7 @@ def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monk
 @pytest.mark.parametrize("tokens", [None, 0, 700])
 def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None):
     engine = HandScheduler(
-        choice(3), waiting=None if tokens is None else SimpleNamespace(count=lambda: tokens)
+        choice(3), waiting_prompts=None if tokens is None else SimpleNamespace(count=lambda: tokens)
     )
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})

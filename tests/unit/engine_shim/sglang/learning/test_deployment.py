@@ -65,7 +65,7 @@ class Learner:
         self.judged = True
 
     @property
-    def may_be_stored(self) -> bool:
+    def can_be_stored(self) -> bool:
         return self.has_learnt and self.judged
 
     @property
@@ -76,7 +76,7 @@ class Learner:
         self.copied = self.weights.copy()
         return self.copied
 
-    def were_stored(self) -> bool:
+    def mark_stored(self) -> bool:
         serving = self.weights.copy()
         if any(not torch.equal(part, serving[name]) for name, part in self.copied.items()):
             return False
