@@ -253,7 +253,7 @@ def _merged_profile(identity: str, texts: Sequence[str]) -> Profile | None:
     if not profiles:
         return None
     _, merged = _merge_compatible(identity, profiles)
-    assert merged.profile_id  # kept by the profile
+    assert merged.profile_id  # computes the cached digest in this thread
     return merged
 
 
