@@ -262,6 +262,7 @@ class _EngineRun:
         step, n, kv = result.steps, batch.size, batch.kv_tokens
         choice = self._choose(step)
         arm = choice.arm
+        # For a policy with full information every drafter reads every step, so none sleeps.
         asleep = choice.asleep and not self._idle_positions
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)

@@ -313,7 +313,10 @@ class AcceptanceEstimator:
         return curve
 
     def _compute_curve(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
-        """Returns the curve, and a_k shrunk with the prior's weight only, k = 1..gamma_max."""
+        """Returns the curve, and a_k shrunk with `prior_exposures` only, k = 1..gamma_max.
+
+        With a parent, the curve is shrunk towards it with `class_exposures` instead.
+        """
         settings, steps = self._settings, self._steps
         mean, prior = settings.prior_acceptance, settings.prior_exposures
         parent_conditional = None if parent is None else parent.conditional

@@ -33,7 +33,8 @@ from controller.core.planning.value_uncertainty import AcceptanceUncertainty
 from controller.core.recorded_state import recorded
 
 # In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
-# to 0.98 is for losses that the estimates show too late.
+# to 0.98, the bound of "The safety net" (docs/measured.md), is for losses that the estimates show
+# too late.
 DEBT_MAX_STEPS = 4.0
 ALLOWANCE_PER_STEP = 0.007
 # A wake-up that costs more than DEBT_MAX_STEPS is allowed when this share of the steps since the
