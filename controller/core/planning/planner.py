@@ -274,6 +274,7 @@ class Planner:
             if arm == current_arm or gain <= 0:
                 return current_arm
             if limits.ignores_observation_cost:
+                # More than half of what may be lost is used up: gamma = 0 needs no margin.
                 if self._is_off[arm]:
                     return arm
             elif gain <= self._settings.switch_margin:
