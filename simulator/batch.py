@@ -165,11 +165,14 @@ class Batch:
         return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
 
     def segment_at(self, now: float) -> int:
-        """Returns the oracle's segment that a step starting now belongs to."""
+        """Returns the oracle's segment (comparison/oracle.py) of a step that starts now."""
         return self.phase if self._closed_loop is not None else int(now / self._window_seconds)
 
     def running_by_kind(self) -> NDArray[np.int64]:
-        """Counts the running sequences by true kind, [kinds] as `distinct_pools` numbers them."""
+        """Counts the running sequences by request kind, which policies cannot see.
+
+        [kinds] as `distinct_pools` numbers them.
+        """
         return np.bincount(self._kind[: self.size], minlength=self._kind_count)
 
     def admit(self, now: float) -> None:

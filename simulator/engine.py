@@ -50,7 +50,7 @@ class EngineOptions:
     outlier_factor times as long.  pace: standard deviation of the log of the machine's pace, with a
     correlation time of about fifty steps (first-order autoregressive).  switch_seconds: added to a
     step whose arm differs from the previous one.
-    warm_factor: factor on a step at gamma = 0 if the drafter is kept in step.  stale_steps: for
+    warm_factor: factor on a step at gamma = 0 if the drafter stays awake.  stale_steps: for
     this many steps after a sleep longer than `stale_after`, drafts are accepted with
     stale_acceptance times their usual probability (the drafter's KV cache has holes).
     """
@@ -103,8 +103,8 @@ class Trace:
 class RunResult:
     """Results of one run.
 
-    seconds: with requests in flight.  segment_*: by the oracle's segments.  probe_steps: steps with
-    a probe's id.
+    seconds: with requests in flight.  segment_*: by the oracle's segments (comparison/oracle.py).
+    probe_steps: steps with a probe's id.
 
     octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
     batch size * seconds.  latencies: of the requests that finished.
@@ -175,7 +175,7 @@ class _EngineRun:
         self._last_column = surface.max_batch_size
         self._missed_tokens = [0.0] * len(self._drafters)
         drafters_kept_together = drafters_in_sync(surface.drafters)
-        # By drafter, the drafters that are kept in step while it drafts.
+        # By drafter, the drafters that are kept in sync while it drafts.
         self._kept_together = [
             [
                 d
@@ -262,6 +262,7 @@ class _EngineRun:
         step, n, kv = result.steps, batch.size, batch.kv_tokens
         choice = self._choose(step)
         arm = choice.arm
+        # For a policy with full information every drafter reads every step, so none sleeps.
         asleep = choice.asleep and not self._idle_positions
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)

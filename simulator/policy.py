@@ -15,7 +15,7 @@ from controller.core.step_report import ProposalCounts, RowGroup, StepFlags
 class ArmChoice:
     """Describes what the next step runs: an arm, by its index in `CostSurface.arms`.
 
-    probe_id: returned in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
+    probe_id: returned in the step's record.  asleep: at gamma = 0, no drafter stays awake.
     rules: of the engine's mixtures.  Without rules a mixture uses its main drafter in every row,
     and the step's record has no counts of unused drafters.
     """

@@ -113,7 +113,7 @@ class _PublishedSource:
 
     arm_seconds(arm, B): [batch sizes] at KV_REFERENCE.  kv_seconds(arm): of a context token.
     measured(gamma_max): batch sizes, ascending; empty without measurements.
-    prefill, catch_up_seconds: seconds a token.
+    prefill, catch_up: seconds a token.
     """
 
     drafters: Mapping[str, _DrafterLimits]

@@ -56,7 +56,7 @@ class RequestTimes:
 class Latencies:
     """Holds the waiting times of finished requests, seconds.
 
-    seconds_per_token: [requests], from arrival to the last token, divided by the output tokens: the
+    per_token: [requests], from arrival to the last token, divided by the output tokens: the
     normalised latency of Orca and vLLM (arXiv 2309.06180), which has queueing and prefill in it.
     tpot: [requests of two tokens and more], (finish - first token) / (output tokens - 1).
     end_to_end: [requests], from arrival to the last token.
@@ -98,7 +98,7 @@ class PolicyOrigin(Enum):
 class Latency:
     """Holds how long requests of an open loop waited, seconds.
 
-    seconds_per_token: from arrival to the last token, over the output tokens.  tpot: from the first
+    per_token: from arrival to the last token, over the output tokens.  tpot: from the first
     token to the last, over the output tokens but one.  end_to_end: from arrival to the last token.
     """
 
@@ -176,7 +176,7 @@ class Timeline:
 class ScenarioReport:
     """Reports one scenario.
 
-    shifting: its load or its traffic changes during the run.  make_open_loop: requests have arrival
+    shifting: its load or its traffic changes during the run.  open_loop: requests have arrival
     times, so policies are compared by latency.  sustained: by policy, if it was requested.
     """
 

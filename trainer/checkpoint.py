@@ -144,7 +144,7 @@ def save_model(
     architecture: str,
     **extra_config: Any,
 ) -> None:
-    """Writes a checkpoint; more: fields of its config besides the sizes of the decoder."""
+    """Writes a checkpoint; extra_config: fields of its config besides the decoder's sizes."""
     config = {
         **{key: getattr(shape, field) for field, key in students.DECODER_KEYS.items()},
         "hidden_act": "silu",

@@ -275,7 +275,7 @@ def _bound_text(answer: "service_pb2.ExplainResponse") -> str:
 
 def _mixtures_text(answer: "service_pb2.ExplainResponse") -> str:
     return "".join(
-        f"{mixture.drafter}: {mixture.free_share:.0%} of the recent rows used the free drafter, "
+        f"{mixture.drafter}: {mixture.free_share:.0%} of the recent rows used the prompt lookup, "
         f"{mixture.gained:+.1f} tokens each\n"
         for mixture in answer.mixtures
     )

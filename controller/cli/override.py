@@ -159,7 +159,7 @@ def _print_set_answer(
 ) -> None:
     lasts = override_lists.remaining_text(answer.held)
     if answer.repeated:
-        print_line(f"{name} is already in force by the same request, and ends in {lasts}")
+        print_line(f"{name} is already in force because of the same request, and ends in {lasts}")
     elif answer.end_moved:
         print_line(
             f"{name} is already in force; its end {'would move' if dry_run else 'has moved'}:"
@@ -243,7 +243,7 @@ def _print_effects(
         else:
             head = ": unchanged" if renewed else ": no change"
         if effect.constrains and effect.unable:
-            lines.append(f"  it cannot obey all of it: {effect.unable}")
+            lines.append(f"  the engine cannot obey the whole override: {effect.unable}")
         if effect.constrains and shadows:
             lines.append(f"  partly shadowed by {shadows}")
         for line in (f"engine {effect.engine_id}{head}", *lines):

@@ -26,7 +26,8 @@ _log = structlog.get_logger(__name__)
 class SettingsChange:
     """Holds new settings.
 
-    changed: dotted keys of the settings that change now; waiting: of those that need a restart.
+    changed: dotted keys of the settings that change now; needs_restart: of those that need a
+    restart.
     """
 
     settings: Settings

@@ -305,7 +305,8 @@ def digest(body: str) -> str:
 class SkippedEntries:
     """Counts the unreadable entries of a store, and logs them at a limited rate.
 
-    It counts by kind since the start; each read counts again.  where: the store.  clock: seconds.
+    It counts by kind since the start; each read counts again.  location: the store.  clock:
+    seconds.
     """
 
     def __init__(self, location: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -49,7 +49,7 @@ class LostCapabilityReporter:
     """Keeps and reports an engine's lost capabilities, on the scheduler's thread only.
 
     link: reports them; None on ranks without a link, and before the introduction, which has its own
-    list.  known: lost capabilities that the introduction reports to the sidecar.
+    list.  introduced: lost capabilities that the introduction reports to the sidecar.
     """
 
     def __init__(

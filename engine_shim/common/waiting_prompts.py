@@ -15,8 +15,9 @@ _REQUESTS_PER_STEP: Final = 64
 class WaitingPrompts:
     """Counts the prompt tokens of requests that wait for their first pass.
 
-    queue: returns the waiting requests.  tokens: returns the prompt tokens of a request, 0 if it
-    has had its first pass.  A long queue is not counted in every step, to save the engine's time.
+    waiting_requests: returns the waiting requests.  prompt_tokens: returns the prompt tokens of a
+    request, 0 if it has had its first pass.  A long queue is not counted in every step, to save the
+    engine's time.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ class AgentSocket:
     newest plan and the newest state wait here: an engine that runs no steps reads nothing.
 
     When a report wakes this process, the engine's thread pays for the wake-up, which can cost more
-    than the rest of its send.  With `rest_seconds` above 0, this process polls the socket every
-    `rest_seconds` after a report, and stops polling after a few polls without a packet.  So no
-    report wakes it while steps follow each other.
+    than the rest of its send.  With `poll_interval_seconds` above 0, this process polls the socket
+    every `poll_interval_seconds` after a report, and stops polling after a few polls without a
+    packet.  So no report wakes it while steps follow each other.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class PlanFollower:
     def check(self, arrived: ArrivedPlan) -> None:
         """Raises UnusablePlanError for a plan that is older than the one in use.
 
-        Also for a malformed table, and for a choice that the engine has not introduced.
+        Also for a malformed table, and for an arm that the engine has not introduced.
         """
         plan, digest = arrived.plan, arrived.table_digest
         current_plan = self.plan
@@ -190,9 +190,13 @@ class PlanFollower:
     def _parse_table(self, plan: Plan) -> _Table:
         """Returns the rows and rules of a plan.  Raises UnusablePlanError."""
         if not 1 <= len(plan.rows) <= MAX_ROWS:
-            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rows)} rows")
+            raise UnusablePlanError(
+                f"plan {plan.epoch}: {len(plan.rows)} rows; 1 to {MAX_ROWS} are possible"
+            )
         if len(plan.rules) > MAX_RULES:
-            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rules)} rules")
+            raise UnusablePlanError(
+                f"plan {plan.epoch}: {len(plan.rules)} rules; at most {MAX_RULES} are possible"
+            )
         max_batch_sizes: list[int] = []
         arms: list[_Arm] = []
         probes: list[_Probe | None] = []
@@ -316,9 +320,18 @@ def _rule_error(rule: MixtureRule) -> str:
     """Returns why a rule is invalid; "" if it is valid."""
     numbers = (rule.main_expected, rule.ratio_weight, *rule.free_expected)
     if not 1 <= rule.gamma <= MAX_GAMMA or not 1 <= rule.least_match <= MAX_GAMMA:
-        return f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens"
+        return (
+            f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens: "
+            f"both must be 1 to {MAX_GAMMA}"
+        )
     if not 1 <= len(rule.free_expected) <= MAX_MATCH_LENGTHS:
-        return f"a rule for {len(rule.free_expected)} match lengths"
+        return (
+            f"a rule for {len(rule.free_expected)} match lengths: "
+            f"there must be 1 to {MAX_MATCH_LENGTHS}"
+        )
     if not all(0 <= number <= MAX_GAMMA for number in numbers) or rule.ratio_weight > 1:
-        return f"a rule with the numbers {numbers}"
+        return (
+            f"a rule with the numbers {numbers}: each must be 0 to {MAX_GAMMA}, "
+            "and the second one at most 1"
+        )
     return ""

@@ -41,7 +41,7 @@ class RankCommand(NamedTuple):
 
 
 class RankCommands:
-    """Keeps this rank's orders.  several: whether there are other ranks."""
+    """Keeps this rank's orders.  has_other_ranks: whether there are any."""
 
     def __init__(self, *, has_other_ranks: bool = False) -> None:
         self._has_other_ranks = has_other_ranks

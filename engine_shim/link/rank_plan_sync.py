@@ -38,7 +38,7 @@ class RankUpdate(NamedTuple):
 class RankPlanSync:
     """Adopts updates on this rank.
 
-    steering: this rank's plan follower.  link: of rank 0; None on the other ranks.
+    plan_follower: this rank's plan follower.  link: of rank 0; None on the other ranks.
     """
 
     def __init__(self, plan_follower: PlanFollower, link: EngineLink | None) -> None:

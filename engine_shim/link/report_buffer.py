@@ -70,7 +70,7 @@ class ReportBuffer:
 class InFlightReports:
     """The reports sent on the stream of one session, until `return_unreceived`.
 
-    Keeps the newest reports, at most the capacity of `buffer`.  messages_max: the sidecar's limit
+    Keeps the newest reports, at most the capacity of `buffer`.  max_messages: the sidecar's limit
     of unacknowledged messages with reports, 0 for no limit.  acknowledged: the counts that the
     sidecar last acknowledged; None if its version does not acknowledge.  received: the counts that
     it stated when it stopped; None before that.

@@ -160,8 +160,8 @@ class SidecarClient:
 class _Session:
     """One Steer stream.  `run` ends when the stream ends or when no plan comes for too long.
 
-    told_losses: number of lost capabilities that this session has been sent.  tag: identifies the
-    session in plans of a sidecar that does not set one.
+    reported_lost_count: number of lost capabilities that this session has been sent.  tag:
+    identifies the session in plans of a sidecar that does not set one.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class AgentSupervisor:
     """Runs `command`, and restarts it when it ends; `--fd N` and `--parent PID` are appended.
 
-    `hello` is the first packet on every new socket.
+    `first_packet` is the first packet on every new socket.
     """
 
     def __init__(self, command: Sequence[str], first_packet: bytes) -> None:

@@ -1,11 +1,11 @@
 """Describes an engine to the sidecar: the EngineSpec of a scheduler that is ready to serve.
 
 The sizes of the loaded models are counted from their modules.  The sidecar estimates costs from
-them until there is a profile.  Only certain values are reported.  A model has no shape here if it
-has layers other than plain or latent attention, weights packed by quantization, or several
-modalities; the sidecar then reports that its costs are guesses.  With several ranks each holds an
-equal share of each model.  With data-parallel attention the shares differ, so there is no shape.
-No failure here prevents an engine from starting.
+them until there is a profile.  A value that is not known exactly is left out.  A model has no shape
+here if it has layers other than plain or latent attention, weights packed by quantization, or
+several modalities; the sidecar then reports that its costs are guesses.  With several ranks each
+holds an equal share of each model.  With data-parallel attention the shares differ, so there is no
+shape.  No failure here prevents an engine from starting.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def add_lookup(spec: engine_pb2.EngineSpec) -> dict[str, Role]:
     lengths = sorted({gamma for main in mains for gamma in main.gammas if gamma})
     lookup = spec.drafters.add(name=LOOKUP_NAME, kind=engine_pb2.DRAFTER_KIND_NGRAM, gammas=lengths)
     if all(main.HasField("shape") for main in mains):
+        # An empty shape, which costs nothing, so that the prior knows all shapes.
         lookup.shape.bytes_per_weight = 1.0
     roles = {main.name: Role(index, is_mixed=False) for index, main in enumerate(mains)}
     roles[LOOKUP_NAME] = Role(None, is_mixed=False)

@@ -2,16 +2,15 @@
 
 One decode step, in SGLang's order:
 
-  add_rank_updates              several ranks: adds the sidecar's updates for all (see
-  link/rank_plan_sync.py)
-    add_control_requests          data-parallel attention: adds them to the received requests
-    instead
+  add_rank_updates          several ranks: adds the sidecar's updates for all
+                            (link/rank_plan_sync.py)
+    add_control_requests    data-parallel attention: adds them to the received requests instead
   around_forward            adopts updates; decides; catches up a drafter that slept; launches
     AdaptiveController      asks the policy, applies gamma's runtime state (RuntimeSwitch)
     draft, verify
     around_draft_extend     asleep: stores what the drafter would have read
   around_resolve            the result is on the CPU: reads it
-  after_process_result          SGLang has added the tokens to the answers: reports the step
+  after_process_result      SGLang has added the tokens to the answers: reports the step
 
 No error here may end an engine.  Code that only serves telemetry or the drafter's speed is guarded,
 and after an error it is switched off with one log line.  Several ranks are the exception, because
@@ -75,8 +74,8 @@ class EngineHooks:
     this one.  has_attention_dp: each rank has its own batch (see api/attention_dp.py). link,
     reporter: of rank 0 only.  block: the engine's DFlash drafter, `dual_drafter`'s or the only one.
     row_drafting: the prompt lookup, which may draft single rows.  request_options: the options of
-    requests. learning: of one drafter, beside the steps. Parts that the engine does not have are
-    None, and parts that have failed are set to None.
+    requests. learning: online updates and signals of one drafter.  Parts that the engine does not
+    have are None, and parts that have failed are set to None.
     """
 
     policy: SteeredPolicy
@@ -395,7 +394,7 @@ class EngineHooks:
         """Returns whether the drafter can sleep through the step that begins."""
         try:
             sleeping_drafter.before_step(batch, asleep=asleep, unread_tokens=unread_tokens)
-        except Exception as error:  # for example out of memory: the drafter drafts cold
+        except Exception as error:  # for example out of memory
             if self.has_other_ranks:
                 raise
             self._stop_sleeping(error)
@@ -412,7 +411,7 @@ class EngineHooks:
         self.sleeping_drafter = None
         self.losses.mark_lost(engine_pb2.CAPABILITY_SLEEP, error_reason(error))
         _log.exception(
-            "the drafter stays awake from now on; it drafts cold for requests that it missed"
+            "the drafter stays awake from now on; it drafts without the KV of tokens that it missed"
         )
 
 

@@ -48,12 +48,13 @@ class BackendRole(Enum):
 class Attention:
     """Describes one model's attention, for one rank.
 
-    is_latent: whether it is multi-head latent attention; context: longest sequence in tokens; page:
-    tokens of a KV cache page; heads, total_heads: query heads on one rank and on all; value_size:
-    numbers of a cached value (of the latent, for latent attention); kv_splits: partial results of
-    a token in Triton's kernel; latent_values: numbers of a cached latent; bytes_per_value: bytes of
-    one cached number; requests: most requests at once; workspace: bytes of FlashInfer's workspace;
-    has_sliding_window: whether layers with a sliding window have their own pool.
+    is_latent: whether it is multi-head latent attention; context_tokens: longest sequence;
+    page_tokens: tokens of a KV cache page; rank_heads, total_heads: query heads on one rank and on
+    all; value_size: numbers of a cached value (of the latent, for latent attention); kv_splits:
+    partial results of a token in Triton's kernel; latent_values: numbers of a cached latent;
+    bytes_per_value: bytes of one cached number; max_requests: most requests at once;
+    workspace_bytes: of FlashInfer's workspace; has_sliding_window: whether layers with a sliding
+    window have their own pool.
     """
 
     is_latent: bool
@@ -104,7 +105,7 @@ class BackendUse:
 
 @dataclass(frozen=True, slots=True)
 class BackendBytes:
-    """Allocations in bytes.  base_bytes: with or without graphs; captured: for graphs only."""
+    """Allocations in bytes.  base_bytes: with or without graphs; graph_bytes: for graphs only."""
 
     base_bytes: int = 0
     graph_bytes: int = 0
@@ -114,8 +115,8 @@ class BackendBytes:
 class Backend:
     """Describes one of SGLang's backends.
 
-    size: allocations of one instance; index_bytes: bytes of a context token's index, in the rows
-    that the passes of a draft share; exact: whether `size` follows SGLang's source and is not an
+    size: allocations of one instance; index_bytes: bytes per context token of the KV index buffer
+    that all passes of a draft share; is_exact: whether `size` follows SGLang's source and is not an
     approximation.
     """
 
@@ -268,8 +269,8 @@ class DrafterAttention:
 class AttentionShape:
     """Describes the attention of an engine's models.
 
-    backend_names: names of the target's backends; captured: names of those with captured graphs.
-    drafter: None if all draft lengths share one backend of the drafter, as with DFlash.
+    backend_names: names of the target's backends; graph_backend_names: names of those with captured
+    graphs.  drafter: None if all draft lengths share one backend of the drafter, as with DFlash.
     """
 
     target: Attention
@@ -341,9 +342,9 @@ class Prediction:
         per_length = ", ".join(f"{row.gamma}: {row.total_mib:.0f}" for row in self.reserves)
         parts = "".join(f", and {size:.1f} for {name}" for name, size in self.parts_mib.items())
         return (
-            f"{self.total_mib:.0f} MiB are left for the draft lengths beside {self.start_gamma} "
-            "(MiB by "
-            f"length: {per_length}{parts}), for the attention backends {self.shape.description}"
+            f"{self.total_mib:.0f} MiB are kept free for the draft lengths other than "
+            f"{self.start_gamma} (MiB by length: {per_length}{parts}), for the attention backends "
+            f"{self.shape.description}"
             f"{'' if self.shape.is_exact else ', whose sizes are approximated'}"
         )
 

@@ -63,9 +63,10 @@ class RequestOptions:
     """Keeps the options of the requests of one engine.
 
     classes: name the class of each request.
-    filler: the token that replaces the drafts of rows that must not be drafted for; it is accepted
-    only if the target chooses the same token.  is_decode_server: requests come from another server,
-    which has read their prompts.  has_any: whether any request has set an option or has a class.
+    filler_token: the token that replaces the drafts of rows that must not be drafted for; it is
+    accepted only if the target chooses the same token.  is_decode_server: requests come from
+    another server, which has read their prompts.  has_any: whether any request has set an option or
+    has a class.
     """
 
     def __init__(
@@ -174,9 +175,9 @@ class _LabelSlots:
 class RequestClasses:
     """Names the class of each request of one engine.
 
-    traits: the traits that divide requests; empty for no classes.  key, unread_prompt_tokens: key
-    of the hash of a prompt's first tokens, and how many tokens it covers.  adapters: SGLang's
-    `LoRARef` of each adapter, by its id.
+    traits: the traits that divide requests; empty for no classes.  key, prompt_tokens: key of the
+    hash of a prompt's first tokens, and how many tokens it covers.  adapters: SGLang's `LoRARef` of
+    each adapter, by its id.
     """
 
     def __init__(

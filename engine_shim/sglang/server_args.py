@@ -205,7 +205,7 @@ def checkpoint_kind_checks(config: Any, settings: PluginSettings) -> tuple[Check
 def flag_checks(
     args: ServerArgs, settings: PluginSettings, *, has_block: bool
 ) -> tuple[Check, ...]:
-    """Checks how the engine runs, by its flags.  has_dflash: it has a DFlash drafter."""
+    """Checks how the engine runs, by its flags.  has_block: it has a DFlash drafter."""
     return (
         attention_dp.attention_dp_check(args, settings, has_block=has_block),
         *sglang_api.flag_checks(args),

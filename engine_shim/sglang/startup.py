@@ -296,7 +296,8 @@ class EngineStartup:
             )
         except UnsupportedDrafterError as error:
             losses.mark_lost(
-                engine_pb2.CAPABILITY_UPDATE_ONLINE, f"the drafter has no student: {error}"
+                engine_pb2.CAPABILITY_UPDATE_ONLINE,
+                f"the plugin cannot train this kind of drafter: {error}",
             )
             return None, None
         if not isinstance(online, OnlineUpdates):
@@ -311,7 +312,9 @@ class EngineStartup:
         learning_block: DFlashDrafter | None,
         losses: LostCapabilityReporter,
     ) -> tuple[SignalCollector | None, Deployment | None]:
-        """Makes both, or neither: signals are useful only for a drafter that takes versions.
+        """Makes the signal collector and the deployment, or neither.
+
+        Signals are useful only for a drafter that takes versions.
 
         learning_block: as for `_build_online_updates`.  losses: receives the reason if the drafter
         has no student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
@@ -336,7 +339,9 @@ class EngineStartup:
                 engine_pb2.CAPABILITY_COLLECT,
                 engine_pb2.CAPABILITY_TAKE_VERSIONS,
             ):
-                losses.mark_lost(capability, f"the drafter has no student: {error}")
+                losses.mark_lost(
+                    capability, f"the plugin cannot train this kind of drafter: {error}"
+                )
             return None, None
         except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error

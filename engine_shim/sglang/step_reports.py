@@ -150,9 +150,9 @@ class StepReporter:
     """Turns launches and results into reports.
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
-    eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.  `rows`:
-    knows which drafter each row used.  `waiting`: counts the tokens of waiting prompts; None on a
-    server that reads no prompts.
+    eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.
+    `row_drafting`: knows which drafter each row used.  `waiting_prompts`: counts the tokens of
+    waiting prompts; None on a server that reads no prompts.
     """
 
     def __init__(

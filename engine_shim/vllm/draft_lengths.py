@@ -223,7 +223,7 @@ def _wrap_after_import(owner: str, defined_by: str, wrapper: Callable[[Any], Any
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Finds one module as usual, and calls `then` after the module has been imported."""
+    """Finds one module as usual, and calls `callback` after the module has been imported."""
 
     def __init__(self, module: str, callback: Callable[[], None]) -> None:
         self.module, self._callback = module, callback
@@ -240,7 +240,7 @@ class _PostImportFinder(MetaPathFinder):
 
 
 class _PostImportLoader(Loader):
-    """Loads a module with another loader, then calls `then`."""
+    """Loads a module with another loader, then calls `callback`."""
 
     def __init__(self, loader: Loader, callback: Callable[[], None]) -> None:
         self._loader, self._callback = loader, callback

@@ -87,7 +87,7 @@ class StepReporter:
 
     gammas: the draft lengths in the introduction.  may_draft_less: the drafter may propose fewer
     tokens than requested (a lookup without a match).
-    is_async: results are read a step later.  waiting: counts waiting prompts.
+    is_async: results are read a step later.  waiting_prompts: counts waiting prompts.
     """
 
     def __init__(

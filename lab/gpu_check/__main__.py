@@ -124,7 +124,7 @@ def check(
 
 
 def parse_sizes(text: str, batch_max: int) -> tuple[int, ...]:
-    """Reads batch sizes separated by commas, ascending; most: of the shape.  Raises ValueError."""
+    """Reads batch sizes separated by commas, ascending, up to `batch_max`.  Raises ValueError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and 1 <= int(word) <= batch_max for word in words):
         raise ValueError(

@@ -192,8 +192,7 @@ class Planner:
     ) -> Work:
         """Counts one play of loads, or of a stream.
 
-        arm: that runs, None for plain decoding.  mean_tokens_per_step: instead of what the arm
-        gives.
+        arm: that runs, None for plain decoding.  tokens_a_step: instead of what the arm gives.
         """
         gain = tokens_a_step or (1.0 if arm is None else self.tokens_a_step(arm))
         work = Work()

@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that a prompt may hold lie below."""
+        """The vocabulary's size; token ids of a prompt lie below it."""
         return int(self.target["vocab_size"])
 
     def arms(self) -> tuple[tuple[str, int], ...]:

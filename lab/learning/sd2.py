@@ -59,7 +59,8 @@ _BLOCK_INTERVAL = 8
 class CachedModel:
     """A language model with the keys and values of what it has run, for steps of any width.
 
-    steer: W_s of each layer, for a steered drafter; layers: whose outputs are kept as features.
+    draft: a steered drafter, whose W_s of each layer are used; layers: whose outputs are kept as
+    features.
     """
 
     def __init__(

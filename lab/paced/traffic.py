@@ -102,7 +102,7 @@ class PhasePlan:
     """Plans a phase.
 
     kinds: its classes, in equal shares.  concurrency: sequences at a time.  output_tokens,
-    unread_prompt_tokens: means of lognormal lengths.
+    prompt_tokens: means of lognormal lengths.
     """
 
     name: str

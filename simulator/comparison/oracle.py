@@ -56,7 +56,7 @@ class BestArm:
     fast requests and leaves the slow ones in the batch.
 
     rules: of mixtures.  drafter: the only one that may draft; None: any.  asleep: at gamma = 0 no
-    drafter is kept in step; otherwise the step costs `warm_factor`.
+    drafter stays awake; otherwise the step costs `warm_factor`.
 
     patience: 0 switches whenever another arm is better in this step.  Above 0, it switches once an
     arm would have saved, since the last switch, this share of the seconds that a switch to it costs

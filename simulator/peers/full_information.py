@@ -69,7 +69,7 @@ class FullInformationChoice:
             )
         off = off_arm(arms, first_drafter(arms))
         self._costs = RelativeCosts(profile, arms, arms[off or 0])
-        # The drafter is kept in step even if nothing is drafted.
+        # The drafter stays awake even if nothing is drafted.
         self._choices = [ArmChoice(i, asleep=False) for i in range(len(arms))]
         self._arms = tuple(arms)
         self._memory_sequences, self._memory_steps = memory_sequences, memory_steps

@@ -8,7 +8,7 @@ accepted drafts of every request (rebuilt from the step's counts: its average do
 What it runs with: the configuration that the installed package ships.  A candidate that the engine
 has no arm for is taken out through the package's own configuration file; a slot that would lose
 all its positive candidates gets the nearest draft lengths instead.  It starts at 3 steps, or the
-nearest.  It cannot switch drafters and uses the first one.  At 0 steps the drafter is kept in step,
+nearest.  It cannot switch drafters and uses the first one.  At 0 steps the drafter stays awake,
 as SGLang does unless SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND is set: it leaves 0 every few batches,
 and a drafter that slept would come back stale each time.
 
@@ -56,7 +56,7 @@ class SGLangAdaptive:
     """The installed SGLang's adaptive steps over the first drafter's arms.
 
     graph_sizes: batch sizes with captured graphs; empty: batches are not padded.  warm: at 0 steps,
-    keep the drafter in step.  Raises PeerUnavailableError without SGLang.
+    keep the drafter awake.  Raises PeerUnavailableError without SGLang.
     """
 
     origin = PolicyOrigin.IMPORTED

@@ -14,7 +14,7 @@ ScenarioValue = tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """States one demand.  value: the worst value, or the mean; where: the scenario of the worst."""
+    """States one demand.  value: the worst value, or the mean; worst_scenario: its scenario."""
 
     name: str
     required: float

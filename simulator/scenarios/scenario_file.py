@@ -80,7 +80,7 @@ class EngineSection(fields.Section):
     take outlier_factor as long.  pace: standard deviation of the logarithm of the machine's pace,
     which stays for some fifty steps.
     prefill: "none" (disaggregated) or "chunked", with prefill_chunk_tokens a pass.
-    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.
+    warm_factor: a step at gamma = 0 costs this much when a drafter stays awake.
     stale_steps: for this many steps after a sleep longer than stale_after steps, drafts are
     accepted with stale_acceptance times their usual probability.
     """

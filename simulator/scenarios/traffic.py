@@ -79,7 +79,7 @@ class TraceSection(fields.Section):
 
 
 class CopyingSection(fields.Section):
-    """Describes requests that copy from their prompt; see `copying.Copying`."""
+    """Describes requests that copy from their prompt; see `copying.CopyingSource`."""
 
     model: fields.DrafterName = CopyingSource("").model
     lookup: fields.DrafterName = CopyingSource("").lookup

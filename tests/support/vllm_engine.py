@@ -108,7 +108,7 @@ def run_job(
     second_requests: Sequence[Mapping[str, Any]] = (),
     before_end: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """What the engines have answered, by name; then: requests for when the first are answered.
+    """What the engines have answered, by name; second_requests: sent after the first answers.
 
     before_end: an engine that has answered, which it is given, ends once this is true.
     """

@@ -68,7 +68,7 @@ def build_view(state: State) -> FleetView:
 
 
 def _usage(client: "redis.Redis", process: psutil.Process) -> Usage:
-    """cpu_seconds: of the process."""
+    """Returns the usage so far: of Redis, and `cpu_seconds` of the process."""
     stats: Any = client.info("stats")
     cpu: Any = client.info("cpu")
     return {

@@ -47,7 +47,7 @@ class Sample:
 
 
 class Sampler(BackgroundThread):
-    """Samples on a thread while the context is open.  every: seconds."""
+    """Samples on a thread while the context is open.  interval: seconds."""
 
     def __init__(self, watched: Mapping[str, WatchedProcess], interval: float) -> None:
         super().__init__("sampler")

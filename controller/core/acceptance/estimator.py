@@ -154,7 +154,8 @@ class AcceptanceEstimator:
         """Adds one step's histogram (gamma + 1 counts).
 
         censored_counts: empty, or gamma counts, entry k = sequences in which k drafts were accepted
-        and later positions are unknown, because no more were drafted or the answer ended.
+        and later positions are unknown, because no more were drafted or the answer ended.  These
+        sequences are not in `accepted_counts`.
 
         Returns 1 if the traffic has shifted to more accepted drafts, -1 to fewer, otherwise 0.  The
         caller then calls `reset_after_shift` or uses another estimator.
@@ -170,16 +171,19 @@ class AcceptanceEstimator:
     ) -> None:
         """Adds the counts of proposals in a step that used other drafts.
 
-        accepted_counts: width + 1 counts.  censored_counts: empty, or width counts, entry k =
-        sequences in which at least k tokens would have been accepted and later positions are
-        unknown.  The tests for shifts ignore these counts.
+        accepted_counts: length of the proposals + 1 counts.  censored_counts: empty, or as many
+        counts as a proposal has tokens, entry k = sequences in which at least k tokens would have
+        been accepted and later positions are unknown.  The tests for shifts ignore these counts.
         """
         self._add_to_windows(accepted_counts, censored_counts, 1)
 
     def _add_to_windows(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int], direction: int
     ) -> int:
-        """Adds a step to both windows; returns `direction`, or if that is 0, a detected shift's."""
+        """Adds a step to both windows; returns `direction`.
+
+        If `direction` is 0, returns the direction of a shift found by the windows, or 0.
+        """
         self._steps += 1
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         steps, last_exposure_step, settings = self._steps, self._last_exposure_step, self._settings
@@ -201,7 +205,7 @@ class AcceptanceEstimator:
             idle_steps = steps - last_exposure_step[k] - 1
             last_exposure_step[k] = steps
             if idle_steps > 0:
-                # Evidence fades by the steps in which the position was not observed.
+                # The slow window fades by the steps in which the position was not observed.
                 decay = math.exp(-idle_steps / settings.idle_steps)
                 slow_exposures[k] *= decay
                 slow_successes[k] *= decay
@@ -309,7 +313,10 @@ class AcceptanceEstimator:
         return curve
 
     def _compute_curve(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
-        """Returns the curve, and a_k shrunk with the prior's weight only, k = 1..gamma_max."""
+        """Returns the curve, and a_k shrunk with `prior_exposures` only, k = 1..gamma_max.
+
+        With a parent, the curve is shrunk towards it with `class_exposures` instead.
+        """
         settings, steps = self._settings, self._steps
         mean, prior = settings.prior_acceptance, settings.prior_exposures
         parent_conditional = None if parent is None else parent.conditional

@@ -56,7 +56,7 @@ class MixtureUsage:
 class MixtureEstimator:
     """Owns the estimates of one mixture.  `observe` changes it; `rules` and `usage` read it.
 
-    longest: the longest draft length of its free drafter.
+    free_gamma_max: the longest draft length of its free drafter.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _ONE_CHANGE_STEPS = 100
 _MOVE_WINDOW_STEPS = 12
 _MEMORY_MOVES = 100.0
 _PRIOR_MOVED = 0.02
-# A shift detected within this many steps of one at gamma = 0 occurred while gamma = 0 ran.
+# A shift detected within this many steps of a step at gamma = 0 occurred while gamma = 0 ran.
 _BLIND_DETECTION_STEPS = 16
 
 
@@ -160,8 +160,8 @@ class ShiftProbabilities(NamedTuple):
     """Holds the probability of a shift in one step.
 
     any_shift: of any shift, with the prior.  better_shift: of a shift to more accepted drafts, as
-    observed.  blind_better_shift: of such a shift in a step at gamma = 0, as observed; found: their
-    number.
+    observed.  blind_better_shift: of such a shift in a step at gamma = 0, as observed;
+    blind_better_count: their number.
     """
 
     any_shift: float

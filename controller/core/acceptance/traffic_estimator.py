@@ -2,7 +2,7 @@
 
 A batch is valued as a mix of its classes: E[accepted | gamma] is their mean, weighted by the number
 of sequences of each class in the last step.  Without classes it is the drafter's estimate over all
-traffic, in the current traffic state (`traffic_states`).  For batches of another size, it is the
+traffic, in the current traffic state (`traffic_state`).  For batches of another size, it is the
 estimate of the states in which such batches were observed.
 """
 

@@ -59,7 +59,7 @@ CurvesByDrafter = Mapping[str, AcceptanceCurve]
 class TrafficStateTracker:
     """Owns the estimators of all traffic.  `observe` and `commit` change it; `curves` reads it.
 
-    gammas: the longest draft length of each drafter.
+    longest_gammas: the longest draft length of each drafter.
     """
 
     def __init__(self, longest_gammas: Mapping[str, int], settings: PlannerSettings) -> None:

@@ -178,8 +178,8 @@ class _PositionCounts:
 class _RequestedArm:
     """Counts the steps that were planned with one arm.
 
-    mismatch_share: of the last ones, those that ran another draft length; other: the last such
-    length.
+    mismatch_share: of the last ones, those that ran another draft length; last_mismatch_gamma: the
+    last such length.
     """
 
     steps: int = 0
@@ -208,8 +208,8 @@ class DraftLengthCheck:
     The check compares the draft length of the whole step.  Rows that verified fewer drafts (a
     grammar forbade them, or a lookup found none) are no evidence.
 
-    any_larger: the choice may have been made for a larger batch than the report's (data-parallel
-    attention, where all ranks run the choice for the largest batch).
+    allow_larger_batch: the choice may have been made for a larger batch than the report's
+    (data-parallel attention, where all ranks run the choice for the largest batch).
     """
 
     def __init__(self, *, allow_larger_batch: bool) -> None:

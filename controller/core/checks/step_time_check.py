@@ -136,9 +136,9 @@ class _LogTimeDifference:
 class FlatStepTime:
     """Reports that a drafter's `long_gamma` draft costs no more than its `short_gamma` one.
 
-    relative_difference: of the step times, relative to the shorter length's; error: its standard
-    error. step_pairs: number of independent pairs of steps.  batch_size: the largest one of their
-    octave.
+    relative_difference: of the step times, relative to the shorter length's; standard_error: of
+    that difference.  step_pairs: number of independent pairs of steps.  batch_size: the largest one
+    of their octave.
     """
 
     drafter: str

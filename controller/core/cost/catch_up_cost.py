@@ -30,8 +30,8 @@ class DrafterBacklog:
 
     A drafter misses the tokens that are generated while it sleeps (gamma = 0).  If the engine's
     drafters do not follow the stream by themselves, it also misses those that are generated while
-    another drafter runs, unless the two are `together`: for each drafter, the drafters that its
-    drafting keeps in step.  A sleeping drafter may catch up by itself every
+    another drafter runs, unless the two are `in_sync`: for each drafter, the drafters that its
+    drafting keeps in sync.  A sleeping drafter may catch up by itself every
     `Capabilities.catch_up_steps` steps.  Missed tokens of ended requests are counted too; a wake-up
     reads at most the tokens in the KV cache.
     """
@@ -114,7 +114,7 @@ class CatchUpEstimator:
     """Tracks each drafter's backlog and the cost of reading it.  One object per engine.
 
     The price is a least-squares line, excess seconds over missed tokens, with a ridge penalty on
-    the fixed part; neither part is below 0.  together: see `DrafterBacklog`.
+    the fixed part; neither part is below 0.  in_sync: see `DrafterBacklog`.
     """
 
     def __init__(

@@ -99,12 +99,12 @@ class CostUncertainty:
     """Holds how uncertain the costs were at one moment.
 
     features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  evidence:
-    [arms, buckets], steps of each cell when it was updated last; seen: the step of that update, 0:
-    never; now: the present step.  cell_prior_variance: prior variance of a single cell's
-    correction; noise: variance of one step.  disagreement: [buckets] error of the estimates (log
-    seconds) found since gamma = 0 ran.  is_off: [arms], those with gamma = 0.  is_near: [buckets,
-    buckets], which are at similar batch sizes.  is_unprofiled: there is no profile.  drift: [arms,
-    buckets], factors by which live steps changed the table.
+    [arms, buckets], steps of each cell when it was updated last; last_steps: the step of that
+    update, 0: never; current_step: the present step.  cell_prior_variance: prior variance of a
+    single cell's correction; step_variance: variance of one step.  disagreement: [buckets] error of
+    the estimates (log seconds) found since gamma = 0 ran.  is_off: [arms], those with gamma = 0.
+    is_near: [buckets, buckets], which are at similar batch sizes.  is_unprofiled: there is no
+    profile.  drift: [arms, buckets], factors by which live steps changed the table.
     """
 
     features: NDArray[np.float64]

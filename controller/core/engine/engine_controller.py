@@ -96,8 +96,8 @@ _UNSETTLED_PAUSE = 0.2
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
 
-    overrides: active from the first plan on; those for other engines are ignored.  trained: the
-    stored state of its drafter's training.  Raises ProfileMismatchError if `profile` belongs to
+    overrides: active from the first plan on; those for other engines are ignored.  training_state:
+    the stored state of its drafter's training.  Raises ProfileMismatchError if `profile` belongs to
     another fingerprint.
     """
 
@@ -396,7 +396,7 @@ class EngineController:
         return make_row(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
 
     def force_arm(self, arm: Arm | None) -> Plan:
-        """Issues a plan with this arm in every row, until `force(None)` (profiling).
+        """Issues a plan with this arm in every row, until `force_arm(None)` (profiling).
 
         Raises UnknownArmError, also for an arm that the engine has lost.
         """
@@ -455,7 +455,7 @@ class EngineController:
         self._evaluated_at = -float("inf")
 
     def warm_start_from(self, snapshots: Iterable[AcceptanceSnapshot], source: str) -> None:
-        """Adds estimates of other sessions; where: their source, as text."""
+        """Adds estimates of other sessions; source: where they come from, as text."""
         self.traffic.warm_start_from(snapshots)
         self.warm_start = source
         self._evaluated_at = -float("inf")

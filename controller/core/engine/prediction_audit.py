@@ -50,7 +50,7 @@ class PredictionAudit:
         self._pending: dict[tuple[int, int], float] = {}
 
     def observe(self, arm: int, report: StepReport, predicted_seconds: float | None) -> None:
-        """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
+        """Counts a step.  predicted_seconds: None for a step that is not plain."""
         size, rows = report.batch_size, report.decoded_rows
         self.expected_tokens += rows * self._expected_accepted.item(arm, self._row_of(size))
         if predicted_seconds is None:
@@ -66,7 +66,7 @@ class PredictionAudit:
     def commit(self, values: Values, row_of: Callable[[int], int]) -> None:
         """Prices the observed steps with the values of a new plan.
 
-        make_row: by batch size, the row of the values.
+        row_of: returns the row of the values for a batch size.
         """
         seconds, expected = values.costs.seconds.item, values.expected_accepted.item
         for (arm, size), weight in self._pending.items():

@@ -39,10 +39,10 @@ class RowConstraints:
     feasible: those that the overrides also allow, at least one arm in each row; None if all arms
     are.  is_emptied: rows in which the overrides allow no arm that the engine can run, or pin a
     lost drafter, so that the shortest draft runs.  has_split_buckets: a bucket has more than one
-    row.  override_regime: the regime of online updates set by overrides, otherwise None; refused:
-    the requested regime if the engine cannot run it.  override_ids: ids of all overrides that
-    affect any row.  lost: the engine's lost capabilities. bounds: of each row on the time per
-    output token; empty if no row has one.
+    row.  override_regime: the regime of online updates set by overrides, otherwise None;
+    refused_regime: the requested regime if the engine cannot run it.  override_ids: ids of all
+    overrides that affect any row.  lost: the engine's lost capabilities. bounds: of each row on the
+    time per output token; empty if no row has one.
     """
 
     upper_batch_sizes: tuple[int, ...]

@@ -10,7 +10,7 @@ Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the next shift of 
 expected loss of a few steps by a factor; the arm with the best ratio is probed first.
 
 *Disagreement.*  If the estimate for gamma = 0 was wrong, or a step's time has changed for no reason
-that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.off_is_due`).  These are
+that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.is_off_due`).  These are
 charged like any probe, but may overdraw the budget once, because a wrong estimate for gamma = 0 is
 also what uses the budget up.
 
@@ -20,7 +20,7 @@ be chosen at the table's cost ratio, its learnt cost is at least twice as high, 
 measured for `STALE_STEPS`.
 
 *Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see
-`_choose_off_probe`.
+`observation_cost`.
 """
 
 import math
@@ -50,9 +50,9 @@ _REVIEW_EVERY_REPORTS = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may include the cost of the switch.
 _OFF_CHECK_STEPS = 3
 # Steps that measure a stale cost again: the first one may include the cost of the switch.  Reports
-# between two such probes, and the least factor on the table, relative to the current arm's, for
-# one: the cap of a profile.  With a smaller factor, probes of arms that are really expensive would
-# cost more than they gain.
+# between two such probes, and the smallest drift, relative to the current arm's, at which such a
+# probe starts: the most by which a profile's cost may drift.  With a smaller factor, probes of arms
+# that are really expensive would cost more than they gain.
 _REMEASURE_STEPS = 2
 _REMEASURE_EVERY_REPORTS = 50
 _REMEASURE_DRIFT = 2.0
@@ -431,7 +431,7 @@ class Explorer:
             loss = np.maximum(-pessimistic_gain, 0.0) + fixed_seconds / (steps * seconds)
             gain[~situation.uncertainty.reachable_arms(situation.cost_bucket)] = 0.0
         price_steps = steps * loss
-        # A probe that loses nothing still needs a switch.
+        # 2 % of the steps are added to the price: a probe without a loss still needs a switch.
         ratio = gain * situation.horizon_steps / (price_steps + 0.02 * steps)
         ratio[price_steps * seconds > self._credit_seconds] = 0.0
         ratio[current_arm] = 0.0

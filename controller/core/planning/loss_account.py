@@ -14,8 +14,9 @@ waking a drafter, and drafting only because gamma = 0 observes nothing.
 
 Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
 recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A
-wake-up that costs more than the room is allowed at once if a cautious estimate predicts that
-drafting soon pays for it, and otherwise after so many steps that it costs a small share of them.
+wake-up that costs more than `loss_budget_steps` is allowed at once if a cautious estimate predicts
+that drafting soon pays for it, and otherwise after so many steps that it costs a small share of
+them.
 """
 
 import math
@@ -32,7 +33,8 @@ from controller.core.planning.value_uncertainty import AcceptanceUncertainty
 from controller.core.recorded_state import recorded
 
 # In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
-# to 0.98 is for losses that the estimates show too late.
+# to 0.98, the bound of "The safety net" (docs/measured.md), is for losses that the estimates show
+# too late.
 DEBT_MAX_STEPS = 4.0
 ALLOWANCE_PER_STEP = 0.007
 # A wake-up that costs more than DEBT_MAX_STEPS is allowed when this share of the steps since the

@@ -284,7 +284,8 @@ class Limits:
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}
             for arm in arms
         ]
-        # At gamma = 0 no drafter runs, so any drafter's arm may replace that of an allowed one.
+        # At gamma = 0 no drafter runs.  If no allowed drafter has an arm at gamma = 0, another
+        # drafter's arm at gamma = 0 is used.
         has_allowed_off = any(
             allowed and arm.gamma == 0 for allowed, arm in zip(is_allowed, arms, strict=True)
         )

@@ -40,8 +40,8 @@ class Values:
 
     traffic: the acceptance curves.  expected_accepted: [arms, buckets], expected accepted draft
     tokens. catch_up_seconds: [arms, buckets], seconds that the arm's drafter first needs to catch
-    up. switch_seconds: cost of any change of arm.  costs, tokens_per_second: [arms, buckets], value
-    in tokens per second of the whole batch.
+    up. switch_seconds: cost of any change of arm.  costs: of a step, by arm and bucket.
+    catch_up_price: see `CatchUpPrice`.  tokens_per_second: [arms, buckets], of the whole batch.
     """
 
     traffic: TrafficCurves
@@ -69,7 +69,7 @@ def evaluate_arms(
 ) -> Values:
     """Computes the values of all arms at all buckets.
 
-    catch_up_seconds: by drafter, [buckets] seconds.
+    catch_up_by_drafter: [buckets] seconds of each drafter.
     """
     expected_accepted = traffic.expected_accepted(arms, sizes)
     catch_up_seconds = np.zeros(expected_accepted.shape)
@@ -191,7 +191,7 @@ class Planner:
     ) -> Sequence[int]:
         """Changes the choice where the gain exceeds margin and price; returns an arm per bucket.
 
-        discounts: [arms, buckets], factors on the values, see `doubt`.
+        discounts: [arms, buckets], factors on the values, see `value_uncertainty`.
         """
         value = _mask_excluded(self._possible, values.tokens_per_second)
         if discounts is not None:
@@ -266,7 +266,7 @@ class Planner:
     ) -> int:
         """Returns the best arm of a row that is worth a change, or `current_arm`.
 
-        value: [arms] of the row, by which it is chosen.
+        value: [arms], values of the row's arms; the arm is chosen by them.
         """
         current_value = max(value[current_arm], 1e-12)
         for arm in sorted(range(len(value)), key=value.__getitem__, reverse=True):
@@ -274,6 +274,7 @@ class Planner:
             if arm == current_arm or gain <= 0:
                 return current_arm
             if limits.ignores_observation_cost:
+                # More than half of what may be lost is used up: gamma = 0 needs no margin.
                 if self._is_off[arm]:
                     return arm
             elif gain <= self._settings.switch_margin:
@@ -293,7 +294,10 @@ class Planner:
                 self.reasons[j] = Reason.OVERRIDE
 
     def _apply_choice(self, choice: list[int], values: Values) -> list[int]:
-        """Adopts a rule's choice, or the best feasible arm where that may not run."""
+        """Adopts the choice of a subclass (baseline_planners).
+
+        Where that arm may not run, the best feasible arm is chosen.
+        """
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
             self._mark_overridden(choice)
@@ -313,7 +317,7 @@ class Planner:
     ) -> NDArray[np.bool_] | None:
         """Returns [arms, buckets], which arms the engine can run within the bound; None: no bound.
 
-        If costs were not measured, the bad case must meet the bound: see `discounts`.
+        With `discounts`, the time divided by the discount must meet the bound.
         """
         if self._bounds is None:
             return None

@@ -49,7 +49,8 @@ class AcceptanceUncertainty:
     def __init__(self, traffic: TrafficCurves, arms: Sequence[Arm]) -> None:
         self._traffic, self._arms = traffic, arms
         positions = sum([len(curve.conditional) for curve in traffic.last_batch.values()])
-        # [arms, positions], d log(1 + E_arm) / d part_k; [positions], the variance of part k.
+        # [arms, positions], d log(1 + E_arm) / d component_k; [positions], the variance of
+        # component k.
         self._slopes = np.zeros((len(arms), positions))
         self._variance = np.empty(positions)
         self._first_positions: dict[str, int] = {}
@@ -114,14 +115,14 @@ def caution_factors(
 
     They account for costs that were not measured: a longer draft must pay even in a bad case.
 
-        V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more
+        V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(current, B)))   for arms that draft more
 
-    `current_arms` is the newest choice for the batch size that has run at any batch size.  If none
+    `current` is the newest choice for the batch size that has run at any batch size.  If none
     has run (at the start, or if an override chose an arm and was cleared before a step ran) it is
     gamma = 0.  A choice that has not run yet does not replace it: relative to that, the previous
     choice would be uncertain, and the two would alternate until a step runs.  sd covers costs and
     acceptance.  It is large before the first steps and shrinks with evidence, so that drafts get
-    longer step by step.  Arms that draft less than `current_arms` are not discounted.
+    longer step by step.  Arms that draft less than `current` are not discounted.
 
     buckets: [rows], the cost table's.  proven_arms: [rows], newest choice that has run, by arm
     index, or None.

@@ -27,8 +27,8 @@ from controller.core.training.stride_planner import StridePlanner, StridePlanner
 class DrafterUpdates:
     """Owns the training of one engine's drafter.
 
-    trained: the state of earlier training, None to start anew.  training: None for an engine that
-    cannot collect signals and accept versions.
+    training_state: the state of earlier training; None without any.  training: None for an engine
+    that cannot collect signals and accept versions.
     """
 
     def __init__(

@@ -153,8 +153,8 @@ class TrainingState:
 class TrainingView:
     """Holds a state for display.
 
-    stored: number of stored signals; served: the version in the last report; learnt: online updates
-    have changed its weights.
+    stored: number of stored signals; served_version: the version in the last report; learnt: online
+    updates have changed its weights.
     """
 
     state: TrainingState

@@ -247,7 +247,7 @@ class ShuttingDownError(SpeculationError):
 
 
 def error_kind_of(error: SpeculationError) -> ErrorKind:
-    """Returns the status and reason of an error; FAILED for a class that is not listed."""
+    """Returns the status and reason of an error; INTERNAL_ERROR_KIND for a class not listed."""
     return next(
         (
             ERROR_KINDS[error_class]

@@ -34,7 +34,7 @@ _PROFILING_RIGHTS = {
     "InstallProfile": Right.INSTALL,
     "PushProfile": Right.INSTALL,
 }
-# Calls per second, and burst, of one source (`callers.source_of`), by the required right.
+# Calls per second, and burst, of one source (`callers.limit_source`), by the required right.
 LIMITS: Final[Mapping[Right, tuple[float, float]]] = {
     Right.READ: (100.0, 400.0),
     Right.STEER: (50_000.0, 100_000.0),
@@ -109,7 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """Checks the calls of one server.
 
     identify: identifies the caller of a call.  operators: path of the operators' socket, for error
-    messages.  waiting: calls that may wait for their first message at the same time.
+    messages.  waiting_max: calls that may wait for their first message at the same time.
     """
 
     def __init__(self, identify: Identify, operators: str, waiting_max: int) -> None:

@@ -37,7 +37,7 @@ class HttpServer(ThreadingHTTPServer):
     """Serves until it is closed, on a thread called `name`.  Raises AddressTakenError.
 
     listener: its host may be a name; `::` includes IPv4.  name: also the prefix of the setting
-    NAME_port.  served: what is served, for error messages.
+    NAME_port.  content_name: what is served, for error messages.
     """
 
     daemon_threads = True

@@ -1,7 +1,7 @@
-"""Limits what one client, or many, may use of a sidecar: connections, calls, time, bytes.
+"""Limits what one client, or many, may use of a sidecar: connections, time, bytes.
 
-The guard limits the rate of calls (`guard`).  The types that messages are converted to limit their
-content.
+The rate of calls, and its numbers, are in `guard`; the token bucket that it uses is here.  Message
+content is limited by the types that messages are converted to.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _RefilledTokens:
-    """Holds up to `is_sudden` tokens, refilled at `a_second` tokens per second."""
+    """Holds up to `burst` tokens, refilled at `rate_per_second` tokens per second."""
 
     def __init__(self, rate_per_second: float, burst: float) -> None:
         self._rate_per_second, self._burst = rate_per_second, burst

@@ -41,7 +41,7 @@ class UnreadableMessage:
 class AdmissionQueue:
     """Holds the calls of one server that wait for their first message.
 
-    Each may wait for FIRST_MESSAGE_SECONDS.  If more than `places` calls wait, the oldest ends
+    Each may wait for FIRST_MESSAGE_SECONDS.  If more than `capacity` calls wait, the oldest ends
     early, so that a client that sends headers without messages cannot block others.
     """
 
@@ -79,7 +79,7 @@ async def first_message(message: Awaitable[T]) -> T:
 
 
 class RequestReaderInterceptor(grpc.aio.ServerInterceptor):
-    """Parses the requests of servers whose callers need no check.  waiting: as in `Guard`."""
+    """Parses the requests of servers whose callers need no check.  waiting_max: as in `Guard`."""
 
     def __init__(self, waiting_max: int) -> None:
         self._queue = AdmissionQueue(waiting_max)

@@ -125,7 +125,8 @@ def _is_served(path: Path) -> bool:
         except ConnectionRefusedError:
             return False
         except OSError as error:
-            # Only a running server has a full backlog.  After other errors the path is not taken.
+            # Only a running server has a full backlog.  After other errors this sidecar does not
+            # claim the path.
             if error.errno in {errno.EAGAIN, errno.ETIMEDOUT} or isinstance(error, TimeoutError):
                 return True
             raise SocketTakenError(f"{path} cannot be checked: {error.strerror}") from error
@@ -165,9 +166,9 @@ class Peer:
 class OperatorSocket:
     """Serves operators on a separate socket.
 
-    engines: path of the engines' socket.  directory: that of the operators' socket; None: the same
-    as the engines'.  With another directory, a link next to the engines' socket leads to it, so
-    that every command finds it by one rule.  An engine without access to the directory cannot
+    engines_path: path of the engines' socket.  directory: that of the operators' socket; None: the
+    same as the engines'.  With another directory, a link next to the engines' socket leads to it,
+    so that every command finds it by one rule.  An engine without access to the directory cannot
     follow the link.
 
     The operators' gRPC server has to be bound inside `bind_inner_socket` before `open`.

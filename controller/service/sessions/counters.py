@@ -30,7 +30,10 @@ POINT_FIELDS = (
 
 @dataclass(slots=True)
 class ReceivedCounts:
-    """Counts the reports of a stream.  reports: used or refused; dropped: reported as lost."""
+    """Counts the reports of a stream.
+
+    reports: used or refused.  dropped_reports: reported as lost.
+    """
 
     reports: int = 0
     dropped_reports: int = 0
@@ -47,8 +50,8 @@ class StepCounters:
     step.  delivered_tokens: tokens added to answers, None if no report has them.  unsteered_steps,
     eager_steps, switched_steps, probe_steps: steps. lease_losses: changes from steered to unsteered
     steps.  drafter_resets: times that the drafter returned to earlier weights or received other
-    ones; swaps: changes of its version.  last_step_unsteered: whether the last step was unsteered
-    (None before the first).
+    ones; version_swaps: changes of its version.  last_step_unsteered: whether the last step was
+    unsteered (None before the first).
     """
 
     reports: int = 0
@@ -231,10 +234,11 @@ def _ratio(value: float, total: float) -> float | None:
 class History:
     """Holds the last `POINTS_MAX` points of one session.
 
-    time: Unix seconds.  batch_size: as last reported.  gamma, drafter (an index): as planned for
-    that batch size.  accept_length: tokens per sequence and step since the previous point, bonus
-    token included.  tokens_per_second: of the steps since then.  unsteered: their share without a
-    valid lease.  All but time, gamma and drafter are None if nothing was reported since then.
+    A point has these values.  time: Unix seconds.  batch_size: as last reported.  gamma, drafter
+    (an index): as planned for that batch size.  accept_length: tokens per sequence and step since
+    the previous point, bonus token included.  tokens_per_second: of the steps since then.
+    unsteered: their share without a valid lease.  All but time, gamma and drafter are None if
+    nothing was reported since then.
     """
 
     def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:

@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 
 class AuditLog:
-    """Writes audit records in the background.  counted_seconds: between two records of counts."""
+    """Writes audit records in the background.  count_seconds: between two records of counts."""
 
     def __init__(self, store: Store, count_seconds: float = _COUNT_SECONDS) -> None:
         self._store = store

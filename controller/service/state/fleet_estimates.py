@@ -5,9 +5,9 @@ request classes.  An engine's estimates are published about once a minute if it 
 since then, and when its session ends.
 
 Engines of one sidecar that were admitted by the same access entry (or by none) form a group.  A
-group uses at most _PLACES entries in the blob store.  A new session starts from its own group's
-estimates.  Without any, it starts from the other groups, all with the same weight, no matter how
-many engines or reports they have published.
+group uses at most _SLOTS_PER_GROUP entries in the blob store.  A new session starts from its own
+group's estimates.  Without any, it starts from the other groups, all with the same weight, no
+matter how many engines or reports they have published.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from controller.util import tasks
 from controller.util.tasks import BackgroundTasks
 
 _PUBLISH_SECONDS = 60.0
-# Hexadecimal digits of a source that identify its group; one more digit is its place.
+# Hexadecimal digits of a source that identify its group; one more digit is its slot.
 _GROUP_DIGITS = 15
 # Entries of one group under one name; one hexadecimal digit.
 _SLOTS_PER_GROUP = 4
@@ -104,7 +104,7 @@ class FleetEstimates:
                     text = warm_start.to_json(drafter_snapshots)
                     await self.blobs.put(ACCEPTANCE, _store_key(spec, drafter), source, text)
         except StoreUnavailableError as error:
-            _log.debug("estimates_not_told", engine=spec.engine_id, error=str(error))
+            _log.debug("estimates_not_published", engine=spec.engine_id, error=str(error))
 
     async def _search(self, session: EngineSession) -> DeliverResult | None:
         began = time.monotonic()

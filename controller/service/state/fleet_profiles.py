@@ -1,7 +1,8 @@
 """Shares profiles in the fleet: a new pod uses what another pod has measured.
 
-The blob store keeps an identity's newest measurements, and readers get all of them merged.  An
-engine that introduces itself costs one read of the profiles of its own identity.  Profiles of other
+An identity is a digest of a fingerprint and of the drafters (`profile_registry.identity_of`).  The
+blob store keeps an identity's newest measurements, and readers get all of them merged.  An engine
+that introduces itself costs one read of the profiles of its own identity.  Profiles of other
 identities are read only for people who list them, and again only if they have changed.
 """
 
@@ -253,7 +254,7 @@ def _merged_profile(identity: str, texts: Sequence[str]) -> Profile | None:
     if not profiles:
         return None
     _, merged = _merge_compatible(identity, profiles)
-    assert merged.profile_id  # kept by the profile
+    assert merged.profile_id  # computes the cached digest in this thread
     return merged
 
 

@@ -117,7 +117,7 @@ class OverrideRegistry:
         return override_id in self._unusable or self._is_unreadable(override_id)
 
     def _is_unreadable(self, override_id: str) -> bool:
-        # A name with a backslash only stands for an id that is not printable.
+        # A name with a backslash is the escaped form of an unprintable id, not an id.
         return override_id in self._store.health.unusable and "\\" not in override_id
 
     def active(self) -> tuple[Override, ...]:

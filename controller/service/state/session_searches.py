@@ -23,9 +23,9 @@ _log = structlog.get_logger(__name__)
 class SessionSearches:
     """Searches for one kind of data.
 
-    goods: its name, for the log.  search: finds what a session needs.  It returns a function that
-    applies the result to all sessions with the same need, or None if nothing was found.  If the
-    store is unavailable, the sessions get nothing.
+    subject: name of the data, for the log.  search: finds what a session needs.  It returns a
+    function that applies the result to all sessions with the same need, or None if nothing was
+    found.  If the store is unavailable, the sessions get nothing.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class Selection:
 class FleetSearch:
     """Selects engines for the calls of one server; equal filters share a selection.
 
-    turns: the queue of other lists on this server.
+    read_queue: the queue of other lists on this server.
     """
 
     def __init__(self, fleet_view: FleetView, read_queue: FairQueue) -> None:

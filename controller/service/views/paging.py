@@ -39,9 +39,9 @@ async def page_of(
 ) -> tuple[list[Row], str]:
     """Returns (rows, the next page's token), in the order of the names, such as engine ids.
 
-    queue: the queue in which rows are made.  make_row: makes the row of a name.  If it fails,
-    `unavailable(name, why)` makes the row, if it is not None.
-    size, token: as in the request.  bytes_max: of all rows together.
+    queue: the queue in which rows are made.  row_of: makes the row of a name.  If it fails,
+    `unavailable(name, reason)` makes the row, if it is not None.  size, token: as in the request.
+    bytes_max: of all rows together.
 
     Raises InvalidQuestionError for a token that this sidecar did not issue, and TooManyCallsError.
     """

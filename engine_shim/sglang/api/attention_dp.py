@@ -51,7 +51,7 @@ def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
 def attention_dp_check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
     """Checks whether an engine with data-parallel attention can be steered.
 
-    has_dflash: the engine has a DFlash drafter.
+    has_block: the engine has a DFlash drafter.
     """
     from sglang.srt.environ import envs
 

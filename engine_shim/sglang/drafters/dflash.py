@@ -51,8 +51,8 @@ class _DraftOnlyWorker(dflash_worker_v2.DFlashWorkerV2):
 class DFlashDrafter(OptionalPart):
     """Builds and runs the drafting half.
 
-    over: why it no longer drafts, "" while it does.  After an error it has missed positions, so it
-    never drafts again.
+    failure_reason: why it no longer drafts, "" while it does.  After an error it has missed
+    positions, so it never drafts again.
     """
 
     def __init__(

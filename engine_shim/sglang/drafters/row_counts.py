@@ -22,7 +22,7 @@ class Role(NamedTuple):
     is_mixed: bool
 
 
-# The argument `kept` if no row was cut at the end of its answer.
+# The argument `cut_row_tokens` if no row was cut at the end of its answer.
 NO_CUT_ROWS: Final[Mapping[int, int]] = {}
 
 
@@ -39,9 +39,9 @@ def count_rows(
     """Adds the counts of a step's rows to its report.
 
     outcome_cpu: [B, 5], as `RowDrafterChooser.learn` returns it.  accepted: [B] accepted drafts, as
-    the host counts them.  lookup_index, mixture_index: indices of drafters; mixture: the main
-    drafter's mixture, None if it has none.  names: of all drafters.  cut_row_tokens: tokens that
-    the answers took, for rows that were cut at the end of an answer.
+    the host counts them.  lookup_index, mixture_index: indices of drafters; mixture_index is the
+    main drafter's mixture, None if it has none.  names: of all drafters.  cut_row_tokens: tokens
+    that the answers took, for rows that were cut at the end of an answer.
     """
     gamma = report.gamma
     prefers_lookup, match, main_accepted, free_accepted, accepted_counts = np.asarray(
@@ -51,7 +51,7 @@ def count_rows(
     has_rule, prefers_lookup = bool((prefers_lookup >= 0).all()), prefers_lookup > 0
     host_accepted = np.array(accepted, dtype=np.int64)
     if cut_row_tokens:
-        # Tokens after the end of an answer are no evidence: a step compares `found` + 1 tokens.
+        # Tokens after the end of an answer are no evidence: a step compares `accepted_counts` + 1.
         accepted_counts = accepted_counts.copy()
         for row, tokens in cut_row_tokens.items():
             accepted_counts[row] = tokens - 1

@@ -134,8 +134,8 @@ class SleepBacklog:
 class CountedBacklog:
     """The steps that a catch-up reads.
 
-    first: number of the first one.  valid_from: request -> number of the first step that counts.
-    is_latest: whether no later step remains in the buffer.
+    first_number: number of the first one.  valid_from: request -> number of the first step that
+    counts.  is_latest: whether no later step remains in the buffer.
     """
 
     def __init__(

@@ -14,10 +14,11 @@ A drafter that wakes up then waits for one more step, in which the lookup drafts
 reads the accepted tokens.  That step's draft-extend gives the state for the next draft, and the
 missed positions are read in the next step.
 
-So the buffer is bounded, and no request drafts cold, however long the sleep.  One case is not
-caught up: the tail (at most one buffer) of a request that finishes while the drafter sleeps.  The
-prefix cache may reuse the target's KV of that tail, for which the drafter's KV was never written.
-That costs acceptance, never a wrong token, and is counted as unread.
+So the buffer is bounded, and however long the sleep, the drafter has the KV of all tokens when it
+drafts.  One case is not caught up: the tail (at most one buffer) of a request that finishes while
+the drafter sleeps.  The prefix cache may reuse the target's KV of that tail, for which the
+drafter's KV was never written.  That costs acceptance, never a wrong token, and is counted as
+unread.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def cannot_sleep_reason(worker: Any) -> str | None:
 class SleepingDrafter:
     """Stores what the drafter of one `EAGLEWorkerV2` sleeps through, and makes it catch up.
 
-    `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
-    `is_behind`: whether it has missed steps.
+    `max_steps`: the buffer's length in steps.  `second_drafter`: another drafter that sleeps with
+    it.  `is_behind`: whether it has missed steps.
     """
 
     def __init__(

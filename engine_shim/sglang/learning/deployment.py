@@ -122,7 +122,7 @@ class Deployment:
         """Runs after `before_step`: tracks what online updates have made of the serving version.
 
         collecting: whether to store the result as a new version, which then counts as serving.
-        on_external_weights: the value that `before_step` returned.
+        is_replaced: the value that `before_step` returned.
         """
         counters = self.counters
         if is_replaced:
@@ -256,8 +256,8 @@ class Deployment:
 class _BackgroundTask(Generic[_Result]):
     """Runs a task for a version on its own thread.
 
-    result: what `work` returned; None until then, and if it failed.  failure_reason: the reason of
-    a failure. expected: errors whose message is sufficient without their type.
+    result: what `function` returned; None until then, and if it failed.  failure_reason: the reason
+    of a failure.  expected_errors: errors whose message is sufficient without their type.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class OnlineWeights:
     def apply_trained(
         self, trained_weights: Mapping[str, torch.Tensor], generation: int
     ) -> ChangeOutcome:
-        """Serves the trainer's weights; whole: on rank 0 alone."""
+        """Serves the trainer's weights; `trained_weights` is read on rank 0 only."""
         if generation != self.generation:
             return ChangeOutcome.NOTHING
         return self._apply(partial(self._apply_trained, trained_weights))

@@ -40,9 +40,9 @@ class GatheredTensor:
 class RankShares:
     """This rank's share of a drafter's parameters.
 
-    live: written to in place; held: the same with SGLang's padding; shards: how the ranks share
-    them; all by name.  borrowed: tensors of the target, only read.  With one rank only `live` is
-    set.
+    live: written to in place; rank_tensors: the same with SGLang's padding; shards: how the ranks
+    share them; all by name.  borrowed: tensors of the target, only read.  With one rank only `live`
+    is set.
     """
 
     live: dict[str, torch.Tensor]

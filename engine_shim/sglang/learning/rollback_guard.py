@@ -4,7 +4,7 @@
                                 is drafted either; then the learnt weights become the baseline.
     then, every 400 drafts      Compares with the last good weights; at once if acceptance
                                 collapses.
-    while updates rest          Does the same until acceptance has risen or fallen by one standard
+    while updates are paused    Does the same until acceptance has risen or fallen by one standard
                                 error, or for 1600 drafts.  If it has fallen, the weights are
                                 rejected, so that a harmful trial of updates leaves no weights.
     after a fall                Measures a baseline again; longer after each further fall without a
@@ -27,7 +27,7 @@ _BASELINE_DRAFTS: Final = 200
 # as good.  So many suffice to show a collapse.
 _MIN_DRAFTS: Final = 50
 _MIN_NEWEST_DRAFTS: Final = 24
-# After so many drafts an undecided case counts as good.  While updates rest, the sign of the
+# After so many drafts an undecided case counts as good.  While updates are paused, the sign of the
 # difference decides.
 _MAX_DRAFTS: Final = 4000
 _MAX_DRAFTS_AT_REST: Final = 1600
@@ -82,7 +82,7 @@ class Acceptance:
 class RollbackGuard:
     """Judges new weights.
 
-    good: acceptance of the last good weights; found: acceptance of the serving weights.
+    good: acceptance of the last good weights; current: acceptance of the serving weights.
     """
 
     def __init__(self) -> None:

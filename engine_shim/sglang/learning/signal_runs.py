@@ -2,12 +2,13 @@
 
 It uses neither SGLang nor threads.
 
-    SignalRuns.read   extends every run by the copies; ends runs of SEGMENT verified positions
-    SignalRuns.end    ends every run
+    SignalRuns.read      extends every run by the copies; ends runs of SEGMENT_POSITIONS verified
+                         positions
+    SignalRuns.end_runs  ends every run
 
 A run starts with the end of its request's prompt, if a prefill has just read it.  It ends early if
-its request leaves, is retracted, or continued unobserved.  A run of fewer than LEAST verified
-positions makes no signal.
+its request leaves, is retracted, or continued unobserved.  A run of fewer than MIN_POSITIONS
+verified positions makes no signal.
 
 A `VerifiedStepCopy` is a copy of what a step has verified, a `PromptCopy` of what a prefill has
 read.  The copies stay on the device until a thread has read them.
@@ -40,7 +41,7 @@ PROMPT_POSITIONS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _PromptEnd:
-    """The last positions of a prompt before `end_runs`, as far as they were computed.
+    """The last positions of a prompt before `end`, as far as they were computed.
 
     tensors: on the host, by the names of a signal.  is_whole: whether no chunk follows.
     """
@@ -261,7 +262,8 @@ def copy_verified_step(
 ) -> VerifiedStepCopy:
     """Copies what a step has verified, because SGLang reuses its buffers.
 
-    Intermediate results briefly take `verified_step.WORKING_BYTES`.  Does not wait for the device.
+    Intermediate results briefly take `verified_step.MAX_WORKING_BYTES`.  Does not wait for the
+    device.
     """
     with torch.inference_mode(False), torch.no_grad():
         top_tokens, top_logs = likeliest_tokens(verification.logits, top)

@@ -2,8 +2,9 @@
 
 `Readback` copies what steps have verified to the host, in order and without waiting for the device:
 
-put      copies a step on the device, and from there to the host on a side stream
-taken    yields the steps that have arrived: at once on a CPU, one or two steps later on a GPU
+put               copies a step on the device, and from there to the host on a side stream
+arrived_rounds    yields the steps that have arrived: at once on a CPU, one or two steps later on
+                  a GPU
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ class StepFacts:
     """Holds what the host knows about a step when it is launched.
 
     request_ids: of B requests.  gamma: drafts of each.  is_by_learner: whether the learner drafted
-    them. undrafted_rows: rows that must not be drafted for.  weight_changes: those that served.
-    kept_rows: the R rows of the batch that are read back.
+    them. undrafted_rows: rows that must not be drafted for.  weight_changes: identifies the weights
+    that served.  kept_rows: the R rows of the batch that are read back.
     """
 
     request_ids: list[str]
@@ -304,7 +305,7 @@ class Readback:
         """Reads a step back.
 
         kept_rows: rows of the batch to read back, among the first `MAX_JUDGED_REQUESTS`.
-        weight_changes: those that serve.
+        weight_changes: identifies the weights that serve.
         """
         if self._side_stream is not None and not self._free_slots:
             self.dropped += 1

@@ -129,7 +129,7 @@ class ChainStudent(BorrowingStudent):
         """Returns the draft that a server would propose after ``tokens``: ids [batch, steps].
 
         ``tokens`` [batch, L + 1] are all tokens so far; the target has not run the newest one.
-        ``feature_count`` [batch, L, ...] are the target's for all but the newest.  A comparison
+        ``features`` [batch, L, ...] are the target's for all but the newest.  A comparison
         with the proposals of a live drafter tests all conventions above.
         """
         for _ in range(steps):

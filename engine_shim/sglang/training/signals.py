@@ -174,7 +174,7 @@ def read_valid(
 
 
 class SignalStore:
-    """A folder of at most `most_bytes`; one writer of a name prefix, any number of readers."""
+    """A folder of at most `max_bytes`; one writer of a name prefix, any number of readers."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Makes the folder if it does not exist.  Raises OSError."""

@@ -14,8 +14,8 @@ _AWAKE_SECONDS = 2e-4
 class ModelClock:
     """Tells the time of the passes, in seconds of the machine.
 
-    held: it is `perf_counter`, less the time for which it stood still.  Otherwise it begins at 0
-    and stands still but for `wait_until`, which moves it without waiting.
+    real_time: it is `perf_counter`, less the time for which it stood still.  Otherwise it begins at
+    0 and stands still but for `wait_until`, which moves it without waiting.
     """
 
     def __init__(self, *, real_time: bool = True) -> None:

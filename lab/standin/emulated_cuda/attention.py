@@ -135,7 +135,7 @@ def extend_attention(
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None
 ) -> Tensor:
-    """Computes ``[queries, heads * head size]`` in float32; seen: ``[queries, keys]``."""
+    """Computes ``[queries, heads * head size]`` in float32; visible: ``[queries, keys]``."""
     count, heads, size = q.shape
     shared = keys.shape[1]
     grouped = q.float().view(count, shared, heads // shared, size).permute(1, 2, 0, 3)

@@ -34,8 +34,8 @@ def tree_speculative_sampling_target_only(
 
     Args:
         predicts: ``[requests * nodes]``; after every accepted node the token that follows it.
-        accept_index: ``[requests, most + 1]``, preset to -1; receives the flat indices of root and
-            accepted nodes.
+        accept_index: ``[requests, max_accepted + 1]``, preset to -1; receives the flat indices of
+            root and accepted nodes.
         accept_token_num: ``[requests]``; receives the number of accepted draft tokens.
         candidates: ``[requests, nodes]`` draft tokens, node 0 the last verified token.
         retrive_index, retrive_next_token, retrive_next_sibling: the tree (see ``speculative``).

@@ -165,8 +165,8 @@ def verify_tree_greedy_cpu(
 
     Args:
         predicts: ``[requests * nodes]``; the target's token is written after every accepted node.
-        accept_index: ``[requests, most + 1]``, preset to -1; receives the flat indices of root and
-            accepted nodes.
+        accept_index: ``[requests, max_accepted + 1]``, preset to -1; receives the flat indices of
+            root and accepted nodes.
         accept_token_num: ``[requests]``; receives the number of accepted draft tokens, the bonus
             token not counted.
         candidates: ``[requests, nodes]`` draft tokens, node 0 the last verified token.

@@ -118,7 +118,7 @@ def test_it_introduces_the_lookup_and_two_mixtures(
 
 def test_memory_was_left_for_what_the_lookup_takes(engine: EngineProcess) -> None:
     log = engine.log.read_text()
-    (left,) = re.findall(r"MiB are left .*, and ([\d.]+) for prompt lookup", log)
+    (left,) = re.findall(r"MiB are kept free .*, and ([\d.]+) for prompt lookup", log)
     (lookup_mib,) = re.findall(r"keeps ([\d.]+) MiB of tokens, and takes ([\d.]+) MiB with", log)
     kept, taken = map(float, lookup_mib)
     # The request pool's rows are longer than the longest context; a page is added at most.

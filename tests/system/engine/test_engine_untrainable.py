@@ -17,7 +17,7 @@ from trainer.specforge import export_signals
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 REASON = (
-    "the drafter has no student: its config sets what a student does not follow: "
+    "the plugin cannot train this kind of drafter: its config sets what a student does not follow: "
     "a_field_of_tomorrow (7); its rotary positions are scaled (linear)"
 )
 

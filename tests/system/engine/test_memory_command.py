@@ -76,7 +76,9 @@ def test_with_flashinfer(tmp_path: Path) -> None:
     assert re.search(r"^--mem-fraction-static [\d.]+: chosen", output, re.MULTILINE)
     # The engine's log says the same in one sentence.
     total = rows(output)["sum"][-1]
-    assert re.search(rf"{total:.0f} MiB are left for the draft lengths beside 3 \(MiB by", output)
+    assert re.search(
+        rf"{total:.0f} MiB are kept free for the draft lengths other than 3 \(MiB by", output
+    )
 
 
 def test_a_lookup_keeps_the_tokens_of_all_requests(tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ def test_with_flash_attention_and_the_requests_that_sglang_allows(
     each = (4 * batch * 2048 * 4 + 3 * 2048 * 8) / MIB
     assert_rows(output, *((g, batch, 2 * batch, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
     # The engine reserves it before SGLang limits the requests, and says the same.
-    assert f"{rows(output)['sum'][-1]:.0f} MiB are left for the draft lengths" in output
+    assert f"{rows(output)['sum'][-1]:.0f} MiB are kept free for the draft lengths" in output
 
 
 def test_with_latent_attention(tmp_path: Path) -> None:

@@ -162,7 +162,10 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
     assert [(one["name"], tuple(one["gammas"])) for one in answer_document["drafters"]] == [
         (drafter.name, tuple(drafter.gammas)) for drafter in spec.drafters
     ]
-    assert f"{answer_document['memory']['total_mib']:.0f} MiB are left for the draft lengths" in log
+    assert (
+        f"{answer_document['memory']['total_mib']:.0f} MiB are kept free for the draft lengths"
+        in log
+    )
     # Two layers of two heads of 32 numbers, keys and values, in float32; all its files.
     second = answer_document["memory"]["second_drafter"]
     assert second["cache_bytes_per_token"] == 2 * 2 * 2 * 32 * 4

@@ -134,7 +134,7 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     assert "pin lasts 2 h" in done.stdout
     assert "controller override clear pin" in done.stdout
     again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
-    already = r"pin is already in force by the same request, and ends in (2 h|120 m)"
+    already = r"pin is already in force because of the same request, and ends in (2 h|120 m)"
     assert re.search(already, again.stdout)
     assert "engine night: unchanged" in again.stdout
     assert again.returncode == 0

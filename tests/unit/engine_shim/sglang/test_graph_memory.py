@@ -110,8 +110,8 @@ def test_the_log_has_one_sentence_with_backends_lengths_and_sum() -> None:
         attention_shape, 3, tuple(predict_reserve(gamma, (), attention_shape) for gamma in (0, 7))
     )
     assert str(prediction) == (
-        "832 MiB are left for the draft lengths beside 3 (MiB by length: 0: 416, 7: 416), for the "
-        "attention backends flashinfer (target), fa3 (drafter)"
+        "832 MiB are kept free for the draft lengths other than 3 (MiB by length: 0: 416, 7: 416), "
+        "for the attention backends flashinfer (target), fa3 (drafter)"
     )
     parts = {"collecting training signals": 320.0, "prompt lookup": 64.25}
     assert replace(prediction, parts_mib=parts).total_mib == prediction.total_mib + 384.25
