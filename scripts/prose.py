@@ -32,7 +32,7 @@ _NOT_SENTENCES = re.compile(
     r"^ *```.*?^ *```|<!--.*?-->|^ *\|.*?$|^#.*?$", re.MULTILINE | re.DOTALL
 )
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )")
-_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)[.!?:][*_)\]\"']*\s+")
+_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)[.!?][*_)\]\"']*\s+")
 _TEXT_TOKENS = {
     getattr(tokenize, name)
     for name in ("STRING", "FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")
@@ -151,8 +151,10 @@ def _prose_of_code(text: str) -> str:
         if token.type in {tokenize.NL, tokenize.INDENT, tokenize.DEDENT}:
             continue
         is_comment, is_text = token.type == tokenize.COMMENT, token.type in _TEXT_TOKENS
-        if is_comment or (is_text and re.search(r"\s", token.string)) :
-            words = re.sub(r"^[A-Za-z]*[\"']+|[\"']+$|^#", lambda m: " " * len(m[0]), text[start:end])
+        if is_comment or (is_text and re.search(r"\s", token.string)):
+            words = re.sub(
+                r"^[A-Za-z]*[\"']+|[\"']+$|^#", lambda m: " " * len(m[0]), text[start:end]
+            )
             prose[start:end] = words
         if joins and (is_comment or is_text):
             prose[previous_end:start] = re.sub(r"[^\n]", " ", text[previous_end:start])

@@ -138,7 +138,7 @@ def reading_channel(
 
 
 class _ReadingChannel(grpc.Channel):
-    """Calls `first`; repeats a refused call on `other`."""
+    """A channel that calls `first` and repeats a refused call on `other`."""
 
     def __init__(self, operators_channel: grpc.Channel, engines_channel: grpc.Channel) -> None:
         self._operators_channel, self._engines_channel = operators_channel, engines_channel

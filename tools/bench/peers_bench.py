@@ -149,7 +149,7 @@ class _Config:
 
 
 def _serve_config(pipe: Connection) -> None:
-    """A process: answers with a number that changes now and then, and says when it changed."""
+    """A process: answers with a number that changes at times, and says when it changed."""
     changes = [(0, time.monotonic())]
 
     class Handler(BaseHTTPRequestHandler):

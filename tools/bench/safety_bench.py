@@ -6,7 +6,7 @@
 Every scenario has a number and depends on no other (`tests/support/random_scenarios.py`); it is
 scored by expected tokens (`tests/support/against_off.py`).  Results are kept in `--folder`, so that
 a run that was stopped can be continued, and further scenarios can be added with `--first`; a
-change of the controller or of the scenarios begins anew.  Scenarios below 0.98 are listed and
+change of the controller or of the scenarios begins again.  Scenarios below 0.98 are listed and
 written as files there, which `controller simulate --scenario` runs as well.
 """
 
@@ -100,7 +100,7 @@ def _play_all(
 
 
 def _with_progress(results: Iterable[dict[str, Any]], scenarios: int) -> Iterator[dict[str, Any]]:
-    """The same, and a line now and then."""
+    """The same, and a line at intervals."""
     start = last_shown = time.monotonic()
     below_bar = 0
     lowest = np.inf

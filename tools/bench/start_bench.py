@@ -2,7 +2,7 @@
 
     python -m tools.bench.start_bench
 
-Start to SERVING: from the process's creation until its health service says so.  Import: what
+Start to SERVING: from the process's creation until its health service reports it.  Import: what
 `import controller.cli` takes inside a fresh interpreter, and the whole of `controller
 version` beside that of an interpreter that does nothing.  Memory: resident, of a sidecar to which
 64 engines have introduced themselves and reported 200 steps each.

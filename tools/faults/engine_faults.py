@@ -27,7 +27,7 @@ SAFE_GAMMA = 3
 _STORM = 20
 _PAIRS = 9
 _TRAINER_FILE = "tests/system/engine/test_engine_online.py"
-# It learns first, so that there is something to go on with.
+# It learns first, so that there is a state to continue from.
 _TRAINER = (
     f"{_TRAINER_FILE}::test_it_learns_what_it_serves_and_never_changes_a_token",
     f"{_TRAINER_FILE}::test_a_trainer_that_is_killed_takes_nothing_with_it",
@@ -255,7 +255,7 @@ def _sidecar_killed(stage: Stage, observations: Observations) -> None:
 
 @_stage_fault("sidecar-slow", f"steered; {_EXACT}")
 def _sidecar_slow(stage: Stage, observations: Observations) -> None:
-    """A proxy: every byte to the agent 1 s late, connected anew."""
+    """A proxy: every byte to the agent 1 s late, connected again."""
     with _run_traffic(stage, observations) as traffic:
         stage.proxy.delay_seconds = 1.0
         try:

@@ -45,7 +45,7 @@ Injection: TypeAlias = Callable[[Path, Observations], None]
 LAPSE_EXPECTED = (
     "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
 )
-PLAN_CONTINUES = "the plan goes on, no safe default"
+PLAN_CONTINUES = "the plan continues, no safe default"
 
 
 @dataclass(frozen=True)

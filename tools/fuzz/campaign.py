@@ -35,7 +35,7 @@ MEMORY_BYTES = 384 * 1024 * 1024
 
 
 class HungError(BaseException):
-    """An input that takes for ever; nothing that reads input may catch it."""
+    """An input that takes too long; nothing that reads input may catch it."""
 
 
 class HungryError(Exception):

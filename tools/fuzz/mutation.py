@@ -107,7 +107,7 @@ _BYTE_CHANGES = (
 
 
 def mutate_text(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """Lines, numbers, quoted words, nesting; and bytes, now and then."""
+    """Lines, numbers, quoted words, nesting; and sometimes bytes."""
     if rng.random() < 0.15:
         return mutate_bytes(rng, data, seeds)
     text = data.decode("utf-8", "surrogateescape")

@@ -92,7 +92,7 @@ def refusing_stored(
 ) -> Target:  # fmt: skip
     """A target that reads one file of a folder, and raises such errors; see `folder_reader`.
 
-    Its seed is the file as it was stored.
+    Its seed is the stored file.
     """
 
     def seeds() -> Sequence[bytes]:

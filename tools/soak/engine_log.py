@@ -43,7 +43,7 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A decode step as it was run."""
+    """A decode step that was run."""
 
     number: int
     gamma: int

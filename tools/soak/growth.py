@@ -145,7 +145,7 @@ class Tolerance:
 #   descriptors, threads, sockets: nothing may grow; the step is for a connection that is open at
 #   the time, or a pool that gains a worker.  SGLang's HTTP server holds the clients' connections,
 #   up to 16, and others that were hung up for a while.
-#   log: sidecar and agent bound each kind of line to ten a minute (300 bytes each); SGLang is told
+#   log: sidecar and agent bound each kind of line to ten a minute (300 bytes each); SGLang is set
 #   to write warnings only.
 TOLERANCES: Final[dict[str, dict[str, Tolerance]]] = {
     "memory_megabytes": {

@@ -27,7 +27,7 @@ from controller.core.training.stride_planner import StridePlanner, StridePlanner
 class DrafterUpdates:
     """Owns the training of one engine's drafter.
 
-    trained: the state of earlier training, None to start anew.  training: None for an engine that
+    trained: the state of earlier training, None to start again.  training: None for an engine that
     cannot collect signals and accept versions.
     """
 

@@ -58,7 +58,7 @@ class TrainingSettings:
                 "both in [0, 1)"
             )
         if not 0 < self.margin < 1:
-            raise ValueError(f"margin {self.margin} must lie in (0, 1)")
+            raise ValueError(f"margin {self.margin} must be in (0, 1)")
         if min(self.initial, self.unit_drafts) < 1 or self.threshold < 2:
             raise ValueError(
                 "initial and unit_drafts must be 1 or more, and threshold 2 or more, since one "

@@ -368,7 +368,7 @@ class EngineSpec(_message.Message):
     def capabilities(self) -> Global___Capabilities: ...
     @_builtins.property
     def shape(self) -> Global___ModelShape:
-        """With it (and a known device) costs that nobody has measured come from a roofline."""
+        """With it (and a known device) costs that were not measured come from a roofline."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostCapability]:

@@ -210,7 +210,7 @@ def _messages() -> Sequence[bytes]:
     return [
         Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
         Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
-        Message(MessageKind.REFUSED, text="the loss is no number").encode(),
+        Message(MessageKind.REFUSED, text="the loss is not a number").encode(),
     ]
 
 

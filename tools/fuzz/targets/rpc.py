@@ -1,7 +1,7 @@
 """Every method of a sidecar that really serves: what a client can send, and what may come back.
 
 An input is one request, or several for a method that takes a stream.  `SESSION` in it stands for
-the session of an engine that is introduced anew before each input.
+the session of an engine that is introduced again before each input.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tools.fuzz.target import Feed, Target
 SECRET = "of engine-0"
 SESSION = "0" * 32
 REQUEST_ID = "11111111-2222-4333-8444-555555555555"
-# A sidecar's answer takes no such time; a watch that was let go on is ended then.
+# A sidecar's answer takes no such time; a watch that was kept open is ended then.
 _ANSWER_SECONDS = 15.0
 _WATCH_SECONDS = 0.02
 _ENDLESS = {"WatchOverrides", "Watch"}

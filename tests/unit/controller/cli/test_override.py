@@ -362,7 +362,7 @@ def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
 
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
-    result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
+    result = controller("override", "list", "--address", f"unix:{tmp_path}/absent.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
     assert "If it uses another address, set CONTROLLER_ADDRESS" in result.stderr

@@ -231,7 +231,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "time not a number": ({"off": True, "request": {"ttl_seconds": float("nan")}}, "nan"),
     "time without end": ({"off": True, "request": {"ttl_seconds": float("inf")}}, "set for_ever"),
     "time too long": ({"off": True, "request": {"ttl_seconds": 1e7}}, "at most 604800"),
-    "for ever not meant": ({"off": True, "request": {"for_ever": False}}, "for_ever must be true"),
+    "not permanent": ({"off": True, "request": {"for_ever": False}}, "for_ever must be true"),
     "unknown regime": ({"regime": {"mode": 99}}, "is unspecified or unknown"),
 }
 

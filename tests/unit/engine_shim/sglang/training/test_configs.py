@@ -180,7 +180,7 @@ def test_heads_and_norms_are_read() -> None:
 
 
 def block_config(**changes: Any) -> dict[str, Any]:
-    """The config of a DFlash drafter of two layers, as it was published."""
+    """The config of a DFlash drafter of two layers, as published."""
     return config(
         **{
             "architectures": ["DFlashDraftModel"],
