@@ -8,6 +8,7 @@ for fragments.
 import argparse
 import ast
 import io
+import itertools
 import re
 import sys
 import tokenize
@@ -33,11 +34,14 @@ _NOT_SENTENCES = re.compile(
 )
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )")
 _SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)[.!?][*_)\]\"']*\s+")
-_TEXT_TOKENS = {
+_QUOTES = re.compile(r"^#|^[A-Za-z]*[\"']+|[\"']+$")
+# Python 3.12 has the tokens of f-strings.
+_PROSE_TOKENS = {
     getattr(tokenize, name)
-    for name in ("STRING", "FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")
+    for name in ("COMMENT", "STRING", "FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")
     if hasattr(tokenize, name)
 }
+_SPACE_TOKENS = {tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
 _Finding = tuple[int, str]
 
 
@@ -134,32 +138,34 @@ def _mask(text: re.Match[str]) -> str:
 
 
 def _prose_of_code(text: str) -> str:
-    """Returns the comments and the texts with spaces of a module, each character in its place.
+    """Returns the comments and the texts of a module, each character in its place.
 
-    Comments and texts in successive lines are separated by spaces only, so that a phrase which
-    begins in one and ends in the next is found.
+    Only spaces separate those that follow each other, so that a phrase which begins in one and ends
+    in the next is found. A text of a single word is not prose.
     """
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
     prose = list(re.sub(r"[^\n]", "·", text))
-    previous_end, joins = 0, False
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        start = starts[token.start[0] - 1] + token.start[1]
-        end = starts[token.end[0] - 1] + token.end[1]
-        if token.type in {tokenize.NL, tokenize.INDENT, tokenize.DEDENT}:
-            continue
-        is_comment, is_text = token.type == tokenize.COMMENT, token.type in _TEXT_TOKENS
-        if is_comment or (is_text and re.search(r"\s", token.string)):
-            words = re.sub(
-                r"^[A-Za-z]*[\"']+|[\"']+$|^#", lambda m: " " * len(m[0]), text[start:end]
-            )
-            prose[start:end] = words
-        if joins and (is_comment or is_text):
-            prose[previous_end:start] = re.sub(r"[^\n]", " ", text[previous_end:start])
-        previous_end, joins = end, is_comment or is_text
+    for spans in _runs_of_prose(text):
+        begin, end = spans[0].start, spans[-1].stop
+        if re.search(r"\s", text[begin:end]):
+            prose[begin:end] = re.sub(r"[^\n]", " ", text[begin:end])
+            for span in spans:
+                prose[span] = _QUOTES.sub(lambda quotes: " " * len(quotes[0]), text[span])
     return "".join(prose)
+
+
+def _runs_of_prose(text: str) -> Iterator[list[slice]]:
+    """Yields the places of comments and texts that nothing else separates."""
+    line_starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
+    run: list[slice] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in _PROSE_TOKENS:
+            (line, column), (end_line, end_column) = token.start, token.end
+            run.append(
+                slice(line_starts[line - 1] + column, line_starts[end_line - 1] + end_column)
+            )
+        elif run and token.type not in _SPACE_TOKENS:
+            yield run
+            run = []
 
 
 def _fragments(text: str, rules: list[re.Pattern[str]]) -> Iterator[_Finding]:
