@@ -106,7 +106,7 @@ def _spec(number: int) -> EngineSpec:
 
 @contextlib.contextmanager
 def _quiet_agents() -> Iterator[None]:
-    """Processes that start meanwhile say nothing: they have this process's stderr."""
+    """Processes that start meanwhile print nothing: they have this process's stderr."""
     saved_stderr = os.dup(2)
     with Path(os.devnull).open("wb") as devnull_file:
         os.dup2(devnull_file.fileno(), 2)

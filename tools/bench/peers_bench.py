@@ -7,8 +7,8 @@
     unary         one gRPC call a step on the same sidecar: report up, choice down, waited for
     polled        a thread of the engine's gets the draft length by HTTP every second
 
-One process is the engine: its step is a fixed amount of Python work (5 ms or so), which is the
-hardest case for a way with a thread, since it never lets go of the interpreter.  Blocks of steps
+One process is the engine: its step is a fixed amount of Python work (about 5 ms), which is the
+hardest case for a way with a thread, since it never releases the interpreter.  Blocks of steps
 with each way, and one without any, take turns; a ratio is that of a block to the bare one of its
 round.
 The sidecar is a real `controller serve`.  How old a choice may be: for "polled" the time from a

@@ -120,7 +120,7 @@ _WARM_UP = 0.25
 _START_SECONDS = 10.0
 _WINDOWS = 8
 _LOW = 10
-# A life with fewer samples after its warm-up says nothing.
+# A life with fewer samples after its warm-up is not judged.
 _SAMPLES_MIN = 5 * _WINDOWS
 
 

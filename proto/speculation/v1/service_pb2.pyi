@@ -596,7 +596,7 @@ class FleetEngine(_message.Message):
     local: _builtins.bool
     """It is an engine of the sidecar that answers."""
     link: _builtins.str
-    """As in EngineOverview, or "silent": nothing is heard of its sidecar any more."""
+    """As in EngineOverview, or "silent": its sidecar has stopped publishing."""
     target_model: _builtins.str
     batch_size: _builtins.int
     """Of the last report; 0 before the first."""

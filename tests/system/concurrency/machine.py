@@ -300,7 +300,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule(engine=ENGINES, gamma=st.sampled_from([0, 1, 3]), measured=st.booleans())
     def measure(self, engine: str, gamma: int, measured: bool) -> None:
-        """An engine is forced to an arm, and let go."""
+        """An engine is forced to an arm, and released."""
         self.world.measure(engine, gamma, steps=3 if measured else 0)
 
     # Sessions.

@@ -2,7 +2,7 @@
 
 The agent's generated stub and the sidecar's servicer are the real ones, and so are the bytes; this
 is the channel under the one and the server over the other.  What gRPC promises is kept: messages
-of a call arrive in order, and after a cut nothing of it arrives any more.
+of a call arrive in order, and after a cut nothing more of it arrives.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Channel:
     def __init__(self, network: Network, engine: str) -> None:
         self._network = network
         self.engine = engine
-        # Nothing comes through any more, and neither end notices.
+        # Nothing more comes through, and neither end notices.
         self.vanished = False
         self.calls: list[Call] = []
         network.channels.append(self)

@@ -265,7 +265,7 @@ def test_beside_eagle3_what_it_reads_is_collected(
     ]
     check_first_features(signals)
     assert drafted[0] > drafted[1] + 0.3
-    # EAGLE3's drafts say nothing of it.
+    # EAGLE3's drafts are no evidence about it.
     tried = [one.tried for one in signals]
     assert min(tried) == 0
     assert max(tried) > 0

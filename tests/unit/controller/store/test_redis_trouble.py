@@ -237,7 +237,7 @@ async def test_cut_off_for_long_a_sidecar_does_not_bring_back_what_was_cleared(
         await other.clear("a", entry.revision, ANN)
     async with store_of(server, tmp_path / "cut") as (cut, _):
         assert await live(cut) == {}
-    # Away for longer than traces are kept: what Redis does not know any more is not put back.
+    # Away for longer than traces are kept: what Redis no longer knows is not put back.
     async with store_of(server, tmp_path / "old") as (old, _):
         await old.write("b", "1", None, 0, ANN)
     with server.client() as client:

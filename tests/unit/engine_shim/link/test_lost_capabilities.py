@@ -64,7 +64,7 @@ def steers(link: EngineLink) -> bool:
 
 
 def list_reported_losses(sidecar: ScriptedSidecar) -> list[list[LostCapability]]:
-    """What the messages of all streams tell of, where they tell of anything."""
+    """The losses that the messages of all streams report."""
     return [list(request.lost) for request in list(sidecar.requests) if request.lost]
 
 

@@ -101,7 +101,7 @@ async def test_one_measurement_at_a_time_on_an_engine(tmp_path: Path):
         assert "being measured already" in message
         await other.ask(2, "b")
         await other.read()
-        # The refused one has not let go of what the first one holds.
+        # The refused one has not released what the first one holds.
         plan = (await running.status("a")).plan
         assert {row.gamma for row in plan.rows} == {1}
 
