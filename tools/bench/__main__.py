@@ -22,7 +22,7 @@ _FOLDER = Path("build/bench")
 
 @dataclass(frozen=True)
 class Bench:
-    """name: of its module, without `_bench`.  quick: arguments for a look whether it runs."""
+    """A bench of the project.  name: its module's, without `_bench`.  quick: arguments of a short trial run."""
 
     name: str
     quick: str

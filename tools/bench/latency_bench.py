@@ -1,4 +1,4 @@
-"""From a report to the plan that it changed, at the engine: 1, 8 and 64 engines on one sidecar.
+"""Measures the time from a report to the plan that it changed: 1, 8 and 64 engines on a sidecar.
 
     python -m tools.bench.latency_bench
 
@@ -74,7 +74,7 @@ class _Engine:
 
 @dataclass(frozen=True)
 class _Case:
-    """interval_ms: how often an agent looks for reports; 0: each wakes it; None: the default."""
+    """One measured case.  interval_ms: of the agent's polls; 0: each report wakes it; None: the default."""
 
     engines: int
     at_each_report: bool

@@ -1,4 +1,4 @@
-"""What the link costs an engine's step: `python -m tools.bench.link_bench` (half a minute).
+"""Measures the link's cost in a step: `python -m tools.bench.link_bench` (half a minute).
 
 The engine's side is this process; agent and gRPC server are processes of their own, as in
 production.  A decode step is stood in for by a wait that does not give up the processor, because

@@ -1,4 +1,4 @@
-"""What the plugin costs beside an H100's steps: `python -m tools.bench.paced_bench`.
+"""Measures the plugin's cost beside an H100's steps: `python -m tools.bench.paced_bench`.
 
 Real SGLang engines, small dummy weights, every step held to the time of a published table (see
 lab/cpu_engine/pace).  Two engines answer the same requests side by side; a ratio is that of their

@@ -1,4 +1,4 @@
-"""What an engine pays for its decision, four ways, in a minute.
+"""Measures the cost of a decision for an engine, four ways, in a minute.
 
     python -m tools.bench.peers_bench
 
@@ -149,7 +149,7 @@ class _Config:
 
 
 def _serve_config(pipe: Connection) -> None:
-    """A process: answers with a number that changes at times, and says when it changed."""
+    """Serves, in a process, a number that changes at times, and reports when it changed."""
     changes = [(0, time.monotonic())]
 
     class Handler(BaseHTTPRequestHandler):
@@ -173,7 +173,7 @@ def _serve_config(pipe: Connection) -> None:
 
 
 class _PollingEngine:
-    """What of the changes arrived how late, after the blocks."""
+    """An engine that polls, and records the delay of each change."""
 
     def __init__(self) -> None:
         self.delays: list[float] = []
@@ -196,7 +196,7 @@ class _PollingEngine:
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
-    """For each way: the call's time, and steps/s over those of the bare engine."""
+    """Yields the call's time and the ratio of steps/s to the bare engine's, for each way."""
     polled = _PollingEngine()
     ways: dict[str, Callable[[str], contextlib.AbstractContextManager[Step]]] = {
         "bare": _bare,

@@ -1,4 +1,4 @@
-"""How far below plain decoding the controller falls in any 500 steps of random scenarios.
+"""Measures how far the controller falls below plain decoding in 500 steps of random scenarios.
 
     python -m tools.bench.safety_bench --scenarios 100000 --processes 2
     python -m tools.bench.safety_bench --file build/safety/scenario-17.yaml
@@ -67,7 +67,7 @@ def _version() -> str:
 
 
 def _results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Those of the wanted numbers, the known ones first."""
+    """Yields the results of the wanted numbers, the known ones first."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     results_file = folder / f"results-{_version()}.jsonl"

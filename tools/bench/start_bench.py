@@ -1,4 +1,4 @@
-"""How soon a sidecar serves, how soon the command line answers, and what 64 engines weigh.
+"""Measures the start of a sidecar and of the command line, and the memory of 64 engines.
 
     python -m tools.bench.start_bench
 
@@ -47,7 +47,7 @@ def _serving_and_memory() -> tuple[float, float]:
 
 
 def _import_seconds() -> float:
-    """Seconds."""
+    """Returns the seconds of the import in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT], env=ENVIRONMENT, capture_output=True, check=True
     )

@@ -80,7 +80,7 @@ class Watch:
 
 @contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Silences logging: thousands of refusals would be logged."""
+    """Silences the log, which would contain thousands of refusals."""
     saved_config = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.CRITICAL)

@@ -335,7 +335,7 @@ def split_parts(data: bytes) -> list[bytes]:
 
 
 def mutate_parts(mutate: Mutator) -> Mutator:
-    """Of inputs that stand for several: one is changed, or left out, doubled, moved."""
+    """Returns a mutator of inputs with several parts: it changes, omits, doubles or moves one."""
 
     def change(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
         parts = split_parts(data)

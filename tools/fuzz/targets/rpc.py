@@ -117,14 +117,14 @@ class _ServedSidecar:
         return str(answer.session_id)
 
     def push_profile(self) -> None:
-        """So that there is one to get."""
+        """Pushes a profile that inputs can get."""
         request = service_pb2.PushProfileRequest(profile_json=make_profile().to_json())
         self.operators.unary_unary("/speculation.v1.ProfilingService/PushProfile")(
             request.SerializeToString(), timeout=_ANSWER_SECONDS
         )
 
     def override(self) -> None:
-        """So that there is one to get or to clear."""
+        """Sets an override that inputs can get or clear."""
         override = _override(gamma=1)
         override.override_id = "pin-0"
         with contextlib.suppress(grpc.RpcError):  # its id is taken for a while once it was cleared
@@ -149,7 +149,7 @@ class _ServedSidecar:
 
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[_ServedSidecar]:
-    """With what the table's settings leave out."""
+    """Serves with the settings of the table, without rate limits."""
     # Rate limits are not tested here.
     with mock.patch.object(guard, "LIMITS", _UNLIMITED):
         served = _ServedSidecar(folder, settings)
