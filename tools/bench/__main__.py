@@ -22,7 +22,7 @@ _FOLDER = Path("build/bench")
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench of the project.  name: its module's, without `_bench`.  quick: arguments of a short trial run."""
+    """One benchmark.  name: of its module, without `_bench`.  quick: arguments of a trial run."""
 
     name: str
     quick: str

@@ -1,4 +1,4 @@
-"""Measures the growth of the sidecar's work: with draft lengths, drafters, classes, buckets and engines.
+"""Measures how work grows with draft lengths, drafters, classes, buckets and engines.
 
     python -m tools.bench.growth_bench
 

@@ -74,7 +74,7 @@ class _Engine:
 
 @dataclass(frozen=True)
 class _Case:
-    """One measured case.  interval_ms: of the agent's polls; 0: each report wakes it; None: the default."""
+    """One measured case.  interval_ms: of the agent's polls; 0: reports wake it; None: default."""
 
     engines: int
     at_each_report: bool

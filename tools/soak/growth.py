@@ -26,7 +26,7 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class WatchedProcess:
-    """A process under watch.  pid: None while it does not run.  log: its log file, if it has one."""
+    """A watched process.  pid: None while it does not run.  log: its log file, if it has one."""
 
     pid: Callable[[], int | None]
     log: Callable[[], Path] | None = None
