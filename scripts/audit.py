@@ -22,7 +22,7 @@ NOT_AUDITED = 3
 
 @dataclass
 class Findings:
-    """What the locks' audits found.
+    """The results of the locks' audits.
 
     audited_count: number of packages that were audited.  vulnerabilities: one line for each
     vulnerability.  skipped: names of packages that pip-audit skipped.

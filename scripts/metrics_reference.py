@@ -223,7 +223,7 @@ _QUERIES = (
         f"{_rate('accepted_tokens')} / {_rate('draft_tokens')}",
     ),
     (
-        "Of what share of the drafts were at most so many tokens (`le`) accepted?",
+        "Of what share of the drafts were at most `le` tokens accepted?",
         (
             "rate(speculation_accepted_tokens_per_draft_bucket[5m]) / ignoring (le) group_left () "
             "rate(speculation_accepted_tokens_per_draft_count[5m])"

@@ -16,7 +16,7 @@ _PATH = re.compile(r"`([\w/*]+(?:\.py|/))`")
 
 
 def main() -> int:
-    """Prints what the READMEs lack or name in vain; returns 1 if there is any."""
+    """Prints what the READMEs lack or name wrongly; returns 1 if there is any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="what to check (this repository)")
     root = parser.parse_args().root

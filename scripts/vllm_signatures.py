@@ -77,7 +77,7 @@ def surface(wheel: Wheel) -> dict[str, Any]:
 
 
 def _draft_length(wheel: Wheel, runner: str) -> dict[str, Any]:
-    """What a runner does with the draft length of a step.
+    """Returns how a runner uses the draft length of a step.
 
     is_told: whether it hands the length on.  drafters: by method, whether `propose` takes it, reads
     it, and its code; None where the runner has no such method.

@@ -19,7 +19,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # Two busy cores make any single example slow at times; the number of examples is the budget.  They
 # are the same in every run, so that a run that fails says something of what was changed.
 settings.register_profile("default", deadline=None, derandomize=True)
-# New examples in every run, to look for what nobody has thought of (--hypothesis-profile=explore).
+# New examples in every run, to look for unforeseen cases (--hypothesis-profile=explore).
 settings.register_profile("explore", deadline=None)
 settings.load_profile("default")
 
@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The first is for `tests/system/abuse`."""
-    parser.addoption("--hostile-scale", type=int, default=1, help="attacks so many times as big")
+    parser.addoption("--hostile-scale", type=int, default=1, help="factor of the attacks' size")
     parser.addoption(
         "--reversed-files",
         action="store_true",

@@ -30,6 +30,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Line breaks of docstrings are not those of the terminal.
+    rich_markup_mode="markdown",
 )
 app.command("serve")(serve.serve)
 app.command("config", context_settings=serve.CONFIG_CONTEXT)(serve.config)

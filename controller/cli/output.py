@@ -241,7 +241,7 @@ def _style(styles: Mapping[str, str], text: str) -> str:
 
 
 def print_wrapped(text: str) -> None:
-    """Prints text.  On a terminal, lines are broken between words."""
+    """Prints a text.  On a terminal, lines are broken between words."""
     console = _console()
     if not console.is_terminal:
         print_lines(text)

@@ -28,7 +28,7 @@ class CommandGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        app, installed = typer.Typer(), _load_commands()
+        app, installed = typer.Typer(rich_markup_mode="markdown"), _load_commands()
         for name, summary in _SUMMARIES.items():
             if installed:
                 app.command(name)(installed[name])

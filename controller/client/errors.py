@@ -20,7 +20,7 @@ _DOMAIN: Final = "speculation.v1"
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """What is wrong with a field of a request.  field: its path, such as `override.scope`."""
+    """The error of one field of a request.  field: its path, such as `override.scope`."""
 
     field: str
     description: str

@@ -100,7 +100,7 @@ class DrafterSpec:
         if self.gammas[0] < 0 or self.gammas[-1] > MAX_GAMMA:
             raise InvalidEngineError(
                 f"drafter {self.name!r}: draft lengths {list(self.gammas)} are not all in "
-                f"0..{MAX_GAMMA}",
+                f"[0, {MAX_GAMMA}]",
                 field_path="gammas",
             )
         limited_gammas = [gamma for gamma, _ in self.batch_limits]
@@ -267,7 +267,7 @@ class EngineSpec:
             )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise InvalidEngineError(
-                f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}",
+                f"max_batch_size {self.max_batch_size} must be in [1, {MAX_BATCH_SIZE}]",
                 field_path="max_batch_size",
             )
         self._check_lag_and_mixtures()

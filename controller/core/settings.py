@@ -77,7 +77,7 @@ class PlannerSettings:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         for name in ("switch_margin", "probe_share"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)!r}")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)!r}")
@@ -88,7 +88,7 @@ class PlannerSettings:
 
     def _check_choices(self) -> None:
         if not 0 < self.prior_acceptance < 1:
-            raise ValueError(f"prior_acceptance must lie in (0, 1), not {self.prior_acceptance!r}")
+            raise ValueError(f"prior_acceptance must be in (0, 1), not {self.prior_acceptance!r}")
         if self.fast_exposures > self.slow_exposures or self.fast_steps > self.slow_steps:
             raise ValueError("the fast window must not be longer than the slow one")
         if self.policy not in POLICIES:

@@ -141,10 +141,10 @@ class StepReport:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
             raise self._error(
-                "batch_size", f"batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}"
+                "batch_size", f"batch_size {self.batch_size} must be in [1, {MAX_BATCH_SIZE}]"
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
-            raise self._error("gamma", f"gamma {self.gamma} is outside 0..{MAX_GAMMA}")
+            raise self._error("gamma", f"gamma {self.gamma} must be in [0, {MAX_GAMMA}]")
         if len(self.accepted_counts) != self.gamma + 1:
             raise self._error(
                 "accepted_counts",
@@ -248,7 +248,7 @@ class StepReport:
         if not 0 <= self.prefill_tokens <= MAX_PREFILL_TOKENS:
             raise self._error(
                 "prefill_tokens",
-                f"prefill_tokens {self.prefill_tokens} is outside 0..{MAX_PREFILL_TOKENS}",
+                f"prefill_tokens {self.prefill_tokens} must be in [0, {MAX_PREFILL_TOKENS}]",
             )
         if self.groups:
             self._check_groups()

@@ -36,7 +36,9 @@ def check_socket(path: Path) -> Finding:
             return _unreachable_socket(path, owner, error)
     if status.st_mode & stat.S_IWOTH:
         return warn(
-            "socket", f"{path}: {owner}: anyone may steer the engine", "chmod 660, or restart it"
+            "socket",
+            f"{path}: {owner}: every user may steer the engine",
+            "chmod 660, or restart it",
         )
     return ok("socket", f"{path}: {owner}, answers")
 

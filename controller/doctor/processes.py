@@ -128,8 +128,8 @@ def _tree_root(pid: int, processes: dict[int, _Process]) -> int | None:
 class _Socket:
     """One end of a connection, or a listener.
 
-    file: inode of the path that it is bound to.  peer: inode of the other end.  Both are 0 if there
-    is none.
+    file: inode of the path that it is bound to.  peer: inode of the other end.  Both are 0 if it
+    has none.
     """
 
     file: int

@@ -16,7 +16,7 @@ from controller.util.sockets import reading_addresses, socket_path
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """What to check.
+    """The settings of one run of the checks.
 
     config: the settings file.  address: of the sidecar; "": as in the settings.  engine_url: of the
     engine's HTTP API; "" skips its checks.

@@ -13,7 +13,7 @@ _LINE_SECONDS = 10.0
 
 
 class Reporter(Protocol):
-    """Shows progress.  `async` code calls it, so that no method may block for long."""
+    """Shows the progress of a run.  `async` code calls it, so that no method may block for long."""
 
     def note(self, text: str) -> None:
         """Shows a line permanently."""

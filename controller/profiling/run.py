@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What to profile, and where to write the profile.
+    """The engine to profile, and the file of the profile.
 
     output: None for a name made from the engine's identity.  engine_id: "" for the only engine.
     force: measure even if a profile exists.  prompt_text: text for prompts, "" for random words.

@@ -70,7 +70,7 @@ class ProfilingSettings:
 
 
 class PartKind(Enum):
-    """What a part measures."""
+    """The quantity that a part measures."""
 
     GRID = "grid"
     CONTEXT = "context"

@@ -163,7 +163,7 @@ class Settings(BaseSettings):
     page_host: _Host = "127.0.0.1"
     """Address of the web page."""
     page_port: _Port = 0
-    """Port of the web page, which everybody who reaches it may read; 0: no page."""
+    """Port of the web page, which every user who reaches it may read; 0: no page."""
     # The kubelet calls at the pod's address.
     health_host: _Host = "::"
     """Address of the health port; `::` is every address, IPv4 and IPv6."""

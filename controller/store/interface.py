@@ -144,7 +144,7 @@ class Health:
 
 
 class Store(Protocol):
-    """Keeps overrides; see the module.  All methods but `close` may raise StoreUnavailableError."""
+    """Stores the overrides; see the module.  All but `close` may raise StoreUnavailableError."""
 
     async def open(self, changed: ChangeListener) -> None:
         """Opens the store.  `changed` is called on the event loop when `entries` may have changed.

@@ -61,7 +61,7 @@ _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
 _PLACE = re.compile(rf"{_HOST}(?:,{_HOST})*(?:/[A-Za-z0-9._-]*){{0,2}}")
 # A unix socket, whose URL has no host.
 _SOCKET = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
-# Query values such as a database or a switch, which are not secrets unless their name says so.
+# Query values such as a database or a switch.  They are secret only if their name is.
 _PLAIN = re.compile(r"[0-9.]{1,5}|true|false|yes|no|none", re.IGNORECASE)
 _DELIMITERS = re.compile(r"[:/@?#&=;,]")
 

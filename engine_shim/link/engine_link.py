@@ -375,5 +375,5 @@ def _check_drafters(engine_spec: EngineSpec) -> None:
         if not drafter.gammas or max(drafter.gammas) > MAX_GAMMA:
             raise LinkStartError(
                 f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} must be a "
-                f"non-empty list within 0..{MAX_GAMMA}"
+                f"non-empty list in [0, {MAX_GAMMA}]"
             )

@@ -5,8 +5,8 @@
                       ^                       |                         |
                       +------- a plan arrives +-------------------------+
 
-The module does no I/O, and time is passed in.  A choice always comes from one plan as it was
-issued: rows of two plans are never mixed, and no row outlives its plan's lease plus the grace
+The module does no I/O, and time is passed in.  A choice always comes from one plan,
+unchanged: rows of two plans are never mixed, and no row outlives its plan's lease plus the grace
 period.
 """
 

@@ -1,4 +1,4 @@
-"""The flags of a running SGLang, as it was started."""
+"""The flags with which a running SGLang was started."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MIB: Final = 2**20
 # paged wrapper.
 WRAPPER_BYTES: Final = 8 * MIB
 LENGTHS_BYTES: Final = 32768 * 4
-# TensorRT-LLM allocates counters for at least so many rows.
+# TensorRT-LLM allocates counters for at least this number of rows.
 MIN_COUNTER_ROWS: Final = 8192
 # More than any GPU has on which these backends run (a B200 has 148).  The real number is unknown
 # here, because this may run on a machine without a GPU.

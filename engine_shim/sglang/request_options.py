@@ -42,7 +42,7 @@ _LABEL_ATTRIBUTE: Final = "speculation_label"
 CLASS_PARAMETER: Final = "speculation_class"
 # The most classes that are counted separately; requests of further classes count as OTHER.
 MAX_LABELS: Final = 32
-# A class that has not occurred in so many requests can be replaced by another one.
+# A class that has not occurred in this number of requests can be replaced by another one.
 UNUSED_AFTER_REQUESTS: Final = 1000
 OTHER_LABEL: Final = "other"
 # Characters that the contract allows for a label, and the parts of them that a client's label and

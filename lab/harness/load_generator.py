@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlay:
-    """A phase as it was played: until its last answer, or until the next one began.
+    """The played phase: until its last answer, or until the next one began.
 
     started: on the monotonic clock.
     """

@@ -153,7 +153,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
     def reports_since(
         self, reports_before: int, rows: int, *, count_lost: bool = False
     ) -> list[StepReport]:
-        """Returns the reports after the first `reports_before`, once they cover so many rows.
+        """Returns the reports after the first `reports_before`, once they cover `rows` rows.
 
         The rows of requests that had ended are not among them: engines do not count those.
         count_lost: a report that the agent says it has lost since `run` stands for one row, in a

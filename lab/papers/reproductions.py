@@ -26,8 +26,8 @@ last step drafts past a request's end, and acceptance drawn round by round; the 
 
 _STRIDE_NOTE = """\
 Tokens/s over those without updates; "over best" is over the best fixed stride in hindsight.
-Step times are a + b / S, fitted to the tables; a sequence of 2000 steps begins with the drafter as
-it was, and its acceptance nears what its stride settles at over a sixth or so of it.
+Step times are a + b / S, fitted to the tables; a sequence of 2000 steps begins with the unadapted
+drafter, and its acceptance nears what its stride settles at over about a sixth of it.
 Off is not the paper's: a step without updates takes a here, and longer in Table 3 (mean speed-up at
 S = 5: 1.53 there, 1.17 here). The core's prior was fitted to Table 7, so streams 7 are no test of
 it."""

@@ -70,7 +70,9 @@ def simulate(
     ] = "",
     tokens: Annotated[int, typer.Option(help="Tokens a sequence and closed phase.")] = 5000,
     max_batch: Annotated[int | None, typer.Option(help="The engine's largest batch.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many arrivals.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Number of arrivals to use, from the first.")
+    ] = None,
     speed: Annotated[float, typer.Option(help="2: arrivals come twice as fast.")] = 1.0,
     prefill: Annotated[str, typer.Option(help="'none' (disaggregated) or 'chunked'.")] = "none",
     lag: Annotated[int, typer.Option(help="Steps that telemetry and plan are late.")] = 1,

@@ -5,7 +5,7 @@
 tokens_i: what step i gains on average at the true acceptance of the requests in its batch.
 seconds_i: what it takes without noise, including what a switch and catching up cost.  The numerator
 is what plain decoding would have taken for the same tokens at the same batches and contexts, so the
-two need not be aligned.  The luck of a step counts for nothing, as with the oracle
+two need not be aligned.  The luck of a step has no weight, as with the oracle
 (docs/simulation.md): a kind of requests is worth its mean, from a sequential replay.  In traffic
 with memory requests of a kind differ, and a policy may find that out: there, each is worth its own.
 """

@@ -1,6 +1,6 @@
 """An engine whose step costs are known: real HTTP, a real Steer stream, seconds from a formula.
 
-    C = table(gamma, B) + k_kv * kv, times noise, and now and then ten times that
+    C = table(gamma, B) + k_kv * kv, times noise, and occasionally ten times that
 
 It decodes in real time as fast as it can (a step takes about a millisecond) and reports the
 formula's seconds, so a measurement of it is quick and its truth is exact.

@@ -262,7 +262,7 @@ def start_with_engines(
     """Starts a command that uses the lab, with the shallow models; what it says is in one pipe.
 
     Its CPU engines find SGLang imported.  environment: further variables.  imported_with: what
-    SGLang reads while it is imported, as NAME=VALUE; "" for nothing, and each for some engines.
+    SGLang reads while it is imported, as NAME=VALUE; "" for no variable, and each for some engines.
     """
     servers = {variable: _fork_server(variable=variable) for variable in imported_with}
     variables = {

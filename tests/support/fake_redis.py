@@ -1,4 +1,4 @@
-"""A server that speaks RESP, and answers with whatever it is told: junk, or what a real Redis says.
+"""A server that speaks RESP, and answers with what the test sets: junk, or what a real Redis says.
 
 FakeRedis(reply)            reply: (command, arguments) -> bytes of RESP, or None to close
 FakeRedis(reply, real=p)    for None it asks the real Redis on port p, and passes its reply on

@@ -1,7 +1,7 @@
 """Ends a test that hangs where pytest-timeout cannot, and says which tests ran when a run is ended.
 
-pytest-timeout raises an exception in the main thread, once.  Code that catches it goes on for ever,
-and so does a call into C that never returns, or a teardown that hangs after the exception.
+pytest-timeout raises an exception in the main thread, once.  Code that catches it may never end,
+and neither may a call into C that never returns, or a teardown that hangs after the exception.
 """
 
 import contextlib

@@ -74,11 +74,11 @@ class Wheel:
                     (n for n in body if isinstance(n, Definition) and n.name == name),
                     None,
                 )
-                assert node is not None, f"{target}: there is no {name} any more"
+                assert node is not None, f"{target}: {name} no longer exists"
                 body = node.body
             assert node is not None
             return node
-        raise AssertionError(f"{target}: there is no such module any more")
+        raise AssertionError(f"{target}: this module no longer exists")
 
     def parameters(self, target: str) -> str:
         """The parameters of a function as Python writes them, without annotations."""

@@ -43,7 +43,7 @@ def run_until_heard(engine: EngineProcess, sidecar: ScriptedSidecar, script: Scr
 
 
 def wait_for_status(engine: EngineProcess, part: str, name: str, value: object) -> None:
-    """Waits until the engine says so; it is asked between steps."""
+    """Waits until the engine reports it; it is asked between steps."""
 
     def is_reached() -> bool:
         engine.generate(WAVES[0][:1], [4])

@@ -17,7 +17,7 @@ _STEP_SECONDS = 0.001
 
 
 class LinkedEngine:
-    """Runs what it is told; counts are drawn from one acceptance.  choice: of the last step."""
+    """Runs the plan's arm; counts are drawn from one acceptance.  choice: of the last step."""
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link

@@ -243,7 +243,7 @@ def check_against_student(
 ) -> None:
     """Whole blocks were accepted as far as the trained student's would have been.
 
-    But for one, or one in thirty: where two tokens are as good as equal, rounding decides.
+    But for one, or one in thirty: where two tokens are almost equally likely, rounding decides.
     live: as `accepted_by_context`; tokens: the sequence, prompt and answer.  target, student: those
     that ran; None: the shallow ones.
     """

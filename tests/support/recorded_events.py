@@ -43,7 +43,7 @@ def override(name: str, rule: Rule, reason: str = "because") -> Override:
 
 
 class EventfulEngine(VirtualEngine):
-    """Has classes, confidences, updates and resets now and then, and leaves out probes."""
+    """Has classes, confidences, occasional updates and resets, and leaves out probes."""
 
     core: RecordedController
 

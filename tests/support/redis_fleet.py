@@ -65,7 +65,7 @@ def tls_options(folder: Path, port: int, clients: str = "optional") -> tuple[str
 
 
 def guard(client: redis.Redis, passwords: dict[str, str]) -> None:
-    """Gives a server its users; the default one last, which ends what is open to everybody."""
+    """Gives a server its users; the default one last, which ends the access of unnamed users."""
     for user, password in sorted(passwords.items(), reverse=True):
         client.execute_command(
             "ACL", "SETUSER", user or "default", "on", "resetpass", f">{password}", "~*", "&*",

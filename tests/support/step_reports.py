@@ -21,7 +21,7 @@ from speculation.v1.plan_pb2 import Plan
 def step_report(
     step: int, counts: Sequence[int] = (1, 1, 1, 1), choice: StepChoice | None = None, **fields: Any
 ) -> StepReport:
-    """A step whose rows accepted so many drafts.  choice: that it ran.  fields: of the report."""
+    """A step whose rows accepted `counts` drafts.  choice: that it ran.  fields: of the report."""
     defaults: dict[str, Any] = {
         "step": step,
         "batch_size": sum(counts),

@@ -21,7 +21,7 @@ Row: TypeAlias = npt.NDArray[np.float64]
 Answer: TypeAlias = tuple[int, ...]
 Law: TypeAlias = Mapping[Answer, float]
 
-# A cell of the test stands for at least so many expected answers; rarer ones share one.
+# A cell of the test stands for at least this number of expected answers; rarer ones share one.
 MIN_EXPECTED = 5.0
 
 
@@ -76,9 +76,9 @@ def law_of_answers(
     verification: Verification = exact,
     drafted: float = 1.0,
 ) -> Law:
-    """The probability of every answer of so many tokens.
+    """The probability of every answer of a length.
 
-    verification: what becomes of the target's probabilities where a token was drafted, which is a
+    verification: what happens to the target's probabilities where a token was drafted, which is a
     share `drafted` of all but the first one: that is the prefill's.
     """
     target = load_target(TARGET)
@@ -110,7 +110,7 @@ def p_value(answers: Counter[Answer], law: Law) -> float:
 
 
 def power(wrong: Law, law: Law, count: int, alpha: float, trials: int = 2000) -> float:
-    """The share of trials whose p-value is below alpha, each of so many answers of a wrong law."""
+    """The share of trials whose p-value is below alpha, each of `count` answers of a wrong law."""
     cells = list(law)
     probs = np.array([wrong.get(cell, 0.0) for cell in cells])
     counts = np.random.default_rng(0).multinomial(count, probs / probs.sum(), size=trials)

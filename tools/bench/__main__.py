@@ -22,7 +22,7 @@ _FOLDER = Path("build/bench")
 
 @dataclass(frozen=True)
 class Bench:
-    """name: of its module, without `_bench`.  quick: arguments for a look whether it runs."""
+    """The options of a benchmark.  name: its module without `_bench`.  quick: for a trial run."""
 
     name: str
     quick: str

@@ -178,7 +178,7 @@ class _Engine:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one run showed.
+    """The results of one run.
 
     delays: milliseconds.  sidecar_seconds: of the processor.  foreign_share: share of the sidecar's
     core that other programs took.  lateness: milliseconds, of the generator, p99.

@@ -1,4 +1,4 @@
-"""What it costs that every sidecar can show the engines of all: for Redis, and for one sidecar.
+"""Measures the cost of the fleet view of every sidecar: for Redis, and for one sidecar.
 
 Sidecar states in this process publish as sidecars do, to a real redis-server.  One real sidecar
 process beside them is asked for the fleet, as `controller top --fleet` asks.
@@ -39,7 +39,7 @@ Usage: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One run.
+    """The costs of one run.
 
     quiet: nothing is published.  publishing: all publish.  polling: one is asked as well.
     idle_cores, polled_cores: of the sidecar process.  memory: bytes of Redis for all summaries.
@@ -56,7 +56,7 @@ class Costs:
 
 
 def build_view(state: State) -> FleetView:
-    """What publishes a state's engines, and reads those of others."""
+    """Returns the view that publishes a state's engines and reads those of others."""
     clock = WallClock()
     readiness = Readiness(
         state.registry, state.profiles, state.override_registry,
@@ -159,7 +159,7 @@ def measure(sidecars: int, engines: int, seconds: float, repeats: int) -> Iterab
     fleet_size += f" with {engines} engines" if engines > 1 else ""
 
     def added(name: str, factor: float = 1.0) -> list[float]:
-        """What publishing adds to the quiet state."""
+        """Returns what publishing adds to the quiet state, by run."""
         return [factor * (run.publishing[name] - run.quiet[name]) for run in runs]
 
     yield Measurement(

@@ -1,4 +1,4 @@
-"""How the sidecar's work grows: with draft lengths, drafters, classes, buckets and engines.
+"""Measures how work grows with draft lengths, drafters, classes, buckets and engines.
 
     python -m tools.bench.growth_bench
 
@@ -92,7 +92,7 @@ def _reports(shape: _Shape, steps: int) -> Iterator[StepReport]:
 
 
 def _core_microseconds(shape: _Shape, steps: int) -> tuple[float, float]:
-    """Of this thread, to fold a report; and to evaluate the plan, median."""
+    """Returns this thread's time to fold a report, and the median to evaluate the plan."""
     clock = VirtualClock()
     core = EngineController(shape.spec(), PlannerSettings(replan_seconds=1e-6), None, clock)
     core.current_plan()

@@ -120,7 +120,7 @@ class Spans:
             self._counted += 1
 
     def see_operator(self) -> None:
-        """Counts one."""
+        """Counts one operator."""
         self._counted += 1
 
 
@@ -143,7 +143,7 @@ def _empty(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def time_hooks() -> None:
-    """The plugin."""
+    """Registers the hooks, as a plugin of SGLang."""
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
     from sglang.srt.plugins import hook_registry

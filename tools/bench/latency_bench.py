@@ -1,4 +1,4 @@
-"""From a report to the plan that it changed, at the engine: 1, 8 and 64 engines on one sidecar.
+"""Measures the time from a report to the plan that it changed: 1, 8 and 64 engines on a sidecar.
 
     python -m tools.bench.latency_bench
 
@@ -74,7 +74,7 @@ class _Engine:
 
 @dataclass(frozen=True)
 class _Case:
-    """interval_ms: how often an agent looks for reports; 0: each wakes it; None: the default."""
+    """One measured case.  interval_ms: of the agent's polls; 0: reports wake it; None: default."""
 
     engines: int
     at_each_report: bool
@@ -106,7 +106,7 @@ def _spec(number: int) -> EngineSpec:
 
 @contextlib.contextmanager
 def _quiet_agents() -> Iterator[None]:
-    """Processes that start meanwhile say nothing: they have this process's stderr."""
+    """Processes that start meanwhile print nothing: they have this process's stderr."""
     saved_stderr = os.dup(2)
     with Path(os.devnull).open("wb") as devnull_file:
         os.dup2(devnull_file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""What the link costs an engine's step: `python -m tools.bench.link_bench` (half a minute).
+"""Measures the link's cost in a step: `python -m tools.bench.link_bench` (half a minute).
 
 The engine's side is this process; agent and gRPC server are processes of their own, as in
 production.  A decode step is stood in for by a wait that does not give up the processor, because
@@ -58,7 +58,7 @@ _GAMMA = 3
 _NAMES = ("eagle3", "ngram", "eagle3+ngram")
 # As large as a report at gamma 3.
 _PACKET = bytes(74)
-# Drafts accepted by each of eight sequences: what SGLang's policy is told of the same step.
+# Drafts accepted by each of eight sequences: what SGLang's policy receives of the same step.
 _ACCEPTED = [0, 0, 1, 1, 2, 2, 3, 3]
 _THIRD = 1 / 3
 _STEPS_PER_SECOND = 200
@@ -385,7 +385,9 @@ async def _serve(target: str) -> None:
 PARSER = command_line(__doc__, repeats=5)
 PARSER.add_argument("--steps", type=int, default=2000, help="of one run")
 PARSER.add_argument("--rate", type=float, default=500.0, help="steps per second")
-PARSER.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
+PARSER.add_argument(
+    "--plan-every", type=int, default=20, help="number of reports between two plans"
+)
 PARSER.add_argument("--report-interval-ms", type=float, default=1.0)
 
 if __name__ == "__main__":

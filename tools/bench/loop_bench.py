@@ -45,7 +45,7 @@ class LongestCallback:
     handle_text: str = ""
 
     def reset(self) -> None:
-        """Forgets."""
+        """Forgets the longest callback."""
         self.seconds, self.handle_text = 0.0, ""
 
 
@@ -87,7 +87,7 @@ def largest_engine(engine_id: str) -> engine_pb2.EngineSpec:
 
 
 def usual_engine(engine_id: str) -> engine_pb2.EngineSpec:
-    """As SGLang introduces itself on a large GPU."""
+    """Returns the introduction of SGLang on a large GPU."""
     graphs = [1, 2, 4, *range(8, 161, 8), *range(176, 513, 16)]
     return engine_pb2.EngineSpec(
         engine_id=engine_id,
@@ -103,7 +103,7 @@ def usual_engine(engine_id: str) -> engine_pb2.EngineSpec:
 
 
 def largest_report(step: int) -> engine_pb2.StepReport:
-    """As many classes as there may be, at the deepest draft of `largest_engine`."""
+    """Returns a report with the most classes, at the deepest draft of `largest_engine`."""
     gamma = MAX_ARMS // MAX_DRAFTERS - 1
     counts = [MAX_REPORT_CLASSES] * (gamma + 1)
     return report_message(
@@ -120,7 +120,7 @@ def largest_report(step: int) -> engine_pb2.StepReport:
 
 
 def largest_profile(engine: engine_pb2.EngineSpec) -> Profile:
-    """Of that engine, about as many cells as a message with a profile holds."""
+    """Returns a profile of an engine with about as many cells as a message can hold."""
     spec = engine_from_proto(engine)
     sizes = spec.fingerprint.graph_batch_sizes
     cells = [

@@ -19,7 +19,7 @@ RATIO = "ratio"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure: the median of its repeats, against a bar where there is one."""
+    """A figure that is the median of its repeats, with its bar if it has one."""
 
     name: str
     unit: str
@@ -29,7 +29,7 @@ class Measurement:
 
     @property
     def spread(self) -> Spread:
-        """Of the repeats."""
+        """Returns the spread of the repeats."""
         return Spread(tuple(self.repeats))
 
     @property
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def bar(self) -> str:
-        """In words."""
+        """Returns the bar in words."""
         if self.at_most is not None:
             return f"at most {self.at_most:,g}"
         return "" if self.at_least is None else f"at least {self.at_least:,g}"

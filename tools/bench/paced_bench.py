@@ -1,9 +1,9 @@
-"""What the plugin costs beside an H100's steps: `python -m tools.bench.paced_bench`.
+"""Measures the plugin's cost beside an H100's steps: `python -m tools.bench.paced_bench`.
 
 Real SGLang engines, small dummy weights, every step held to the time of a published table (see
 lab/cpu_engine/pace).  Two engines answer the same requests side by side; a ratio is that of their
 tokens/s in the model's time.  The plugin's work runs while a step lasts, as it does beside a GPU
-with the overlap schedule, so each ratio is told twice: as it was measured, and as it would be if
+with the overlap schedule, so each ratio is reported twice: as measured, and as it would be if
 nothing hid that work: the seconds of the plugin's hooks (wall clock, not dilated) added to every
 step.  About 6 minutes.
 """

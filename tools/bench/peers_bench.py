@@ -1,4 +1,4 @@
-"""What an engine pays for its decision, four ways, in a minute.
+"""Measures the cost of a decision for an engine, four ways, in a minute.
 
     python -m tools.bench.peers_bench
 
@@ -7,8 +7,8 @@
     unary         one gRPC call a step on the same sidecar: report up, choice down, waited for
     polled        a thread of the engine's gets the draft length by HTTP every second
 
-One process is the engine: its step is a fixed amount of Python work (5 ms or so), which is the
-hardest case for a way with a thread, since it never lets go of the interpreter.  Blocks of steps
+One process is the engine: its step is a fixed amount of Python work (about 5 ms), which is the
+hardest case for a way with a thread, since it never releases the interpreter.  Blocks of steps
 with each way, and one without any, take turns; a ratio is that of a block to the bare one of its
 round.
 The sidecar is a real `controller serve`.  How old a choice may be: for "polled" the time from a
@@ -149,7 +149,7 @@ class _Config:
 
 
 def _serve_config(pipe: Connection) -> None:
-    """A process: answers with a number that changes now and then, and says when it changed."""
+    """Serves, in a process, a number that changes at times, and reports when it changed."""
     changes = [(0, time.monotonic())]
 
     class Handler(BaseHTTPRequestHandler):
@@ -173,7 +173,7 @@ def _serve_config(pipe: Connection) -> None:
 
 
 class _PollingEngine:
-    """What of the changes arrived how late, after the blocks."""
+    """An engine that polls, and records the delay of each change."""
 
     def __init__(self) -> None:
         self.delays: list[float] = []
@@ -196,7 +196,7 @@ class _PollingEngine:
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
-    """For each way: the call's time, and steps/s over those of the bare engine."""
+    """Yields the call's time and the ratio of steps/s to the bare engine's, for each way."""
     polled = _PollingEngine()
     ways: dict[str, Callable[[str], contextlib.AbstractContextManager[Step]]] = {
         "bare": _bare,

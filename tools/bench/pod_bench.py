@@ -1,4 +1,4 @@
-"""What the sidecar's containers need: memory and processor time, serving and measuring.
+"""Measures what the sidecar's containers need: memory and processor time, serving and measuring.
 
     python -m tools.bench.pod_bench --engines 1
 

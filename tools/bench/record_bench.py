@@ -1,4 +1,4 @@
-"""What recording costs a report: folding and planning with it, over the same without.
+"""Measures the cost of recording a report: folding and planning with it, and without.
 
     python -m tools.bench.record_bench
 
@@ -32,7 +32,7 @@ Steps = list[tuple[float, StepReport, engine_pb2.StepReport]]
 
 
 def reports() -> Steps:
-    """Of an engine in virtual time, with their times and the messages that they come in."""
+    """Returns an engine's reports in virtual time, with their times and their messages."""
     engine = make_engine()
     for batch_size, acceptance in ((4, 0.8), (16, 0.5), (64, 0.7), (8, 0.3)):
         engine.run(STEPS // 4, batch_size, [acceptance] * 7)
@@ -42,7 +42,7 @@ def reports() -> Steps:
 
 
 def seconds(core: EngineController, clock: VirtualClock, steps: Steps) -> float:
-    """Of this thread's processor time: folding all of them, a plan asked for after each."""
+    """Returns this thread's processor time for folding all reports, with a plan after each."""
     core.current_plan()
     start = time.thread_time()
     for report_time, report, message in steps:

@@ -1,4 +1,4 @@
-"""How far below plain decoding the controller falls in any 500 steps of random scenarios.
+"""Measures how far the controller falls below plain decoding in 500 steps of random scenarios.
 
     python -m tools.bench.safety_bench --scenarios 100000 --processes 2
     python -m tools.bench.safety_bench --file build/safety/scenario-17.yaml
@@ -6,7 +6,7 @@
 Every scenario has a number and depends on no other (`tests/support/random_scenarios.py`); it is
 scored by expected tokens (`tests/support/against_off.py`).  Results are kept in `--folder`, so that
 a run that was stopped can be continued, and further scenarios can be added with `--first`; a
-change of the controller or of the scenarios begins anew.  Scenarios below 0.98 are listed and
+change of the controller or of the scenarios begins again.  Scenarios below 0.98 are listed and
 written as files there, which `controller simulate --scenario` runs as well.
 """
 
@@ -67,7 +67,7 @@ def _version() -> str:
 
 
 def _results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Those of the wanted numbers, the known ones first."""
+    """Yields the results of the wanted numbers, the known ones first."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     results_file = folder / f"results-{_version()}.jsonl"
@@ -100,7 +100,7 @@ def _play_all(
 
 
 def _with_progress(results: Iterable[dict[str, Any]], scenarios: int) -> Iterator[dict[str, Any]]:
-    """The same, and a line now and then."""
+    """The same, and a line at intervals."""
     start = last_shown = time.monotonic()
     below_bar = 0
     lowest = np.inf

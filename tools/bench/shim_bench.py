@@ -1,4 +1,4 @@
-"""What the shim takes of an engine's decode steps: `python -m tools.bench.shim_bench`.
+"""Measures the shim's share of an engine's decode steps: `python -m tools.bench.shim_bench`.
 
 Real CPU engines answer under a scripted sidecar, as most GPUs' do: with graphs, the overlap
 schedule, and no context lengths on the host.  One has an EAGLE3 drafter, the other a DFlash drafter

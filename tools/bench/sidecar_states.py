@@ -14,7 +14,7 @@ from tests.support.virtual_engine import engine_spec
 
 
 class State:
-    """One sidecar: its store, overrides, and the sessions of its engines."""
+    """The state of one sidecar: its store, overrides, and the sessions of its engines."""
 
     def __init__(self, url: str, number: int, engines: int) -> None:
         clock = WallClock()
@@ -41,7 +41,7 @@ class State:
         self.supervisor.run_all({"overrides": self.override_registry.run, **self.store.tasks})
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Ends all tasks and closes the store."""
         await self.supervisor.stop()
         await self.override_registry.close()
 

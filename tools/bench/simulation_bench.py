@@ -19,7 +19,7 @@ _SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
 
 
 def _step_seconds(scenario: Scenario, *, steered: bool) -> float:
-    """Of one run, set-up of the workload left out."""
+    """Returns the seconds of a step in one run, without the set-up of the workload."""
     workload, surface = scenario.workload(0), scenario.surface
     policy = (
         ControllerPolicy(surface, scenario.profile, scenario.max_batch_size)

@@ -1,8 +1,8 @@
-"""How soon a sidecar serves, how soon the command line answers, and what 64 engines weigh.
+"""Measures the start of a sidecar and of the command line, and the memory of 64 engines.
 
     python -m tools.bench.start_bench
 
-Start to SERVING: from the process's creation until its health service says so.  Import: what
+Start to SERVING: from the process's creation until its health service reports it.  Import: what
 `import controller.cli` takes inside a fresh interpreter, and the whole of `controller
 version` beside that of an interpreter that does nothing.  Memory: resident, of a sidecar to which
 64 engines have introduced themselves and reported 200 steps each.
@@ -47,7 +47,7 @@ def _serving_and_memory() -> tuple[float, float]:
 
 
 def _import_seconds() -> float:
-    """Seconds."""
+    """Returns the seconds of the import in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT], env=ENVIRONMENT, capture_output=True, check=True
     )

@@ -1,4 +1,4 @@
-"""What an SD² drafter adds to a step, in about two minutes.
+"""Measures what an SD² drafter adds to a step, in about two minutes.
 
     python -m tools.bench.steering_bench
 

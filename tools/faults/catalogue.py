@@ -12,7 +12,7 @@ from tools.faults.fault import Fault, list_faults
 
 
 def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...]:
-    """At a real `controller serve` and a real agent; the engine's steps are made up."""
+    """Returns the faults of a real `controller serve` and a real agent, with simulated steps."""
     return (
         *list_faults(link_faults),
         *list_faults(sidecar_faults),

@@ -184,7 +184,7 @@ class Operator:
 
 
 def list_engines(address: str) -> service_pb2.ListEnginesResponse:
-    """What a sidecar reports of its engines and of itself."""
+    """Returns what a sidecar reports about its engines and itself."""
     with grpc.insecure_channel(address) as channel:
         return service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
             service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS

@@ -27,7 +27,7 @@ SAFE_GAMMA = 3
 _STORM = 20
 _PAIRS = 9
 _TRAINER_FILE = "tests/system/engine/test_engine_online.py"
-# It learns first, so that there is something to go on with.
+# It learns first, so that there is a state to continue from.
 _TRAINER = (
     f"{_TRAINER_FILE}::test_it_learns_what_it_serves_and_never_changes_a_token",
     f"{_TRAINER_FILE}::test_a_trainer_that_is_killed_takes_nothing_with_it",
@@ -54,7 +54,7 @@ class Traffic(BackgroundThread):
         return self
 
     def wait(self) -> None:
-        """Until an answer that was asked for after now."""
+        """Waits for an answer to a request that is sent after this call."""
         # The next one may have been under way.
         target_answers = self.answers + 2
         eventually(
@@ -255,7 +255,7 @@ def _sidecar_killed(stage: Stage, observations: Observations) -> None:
 
 @_stage_fault("sidecar-slow", f"steered; {_EXACT}")
 def _sidecar_slow(stage: Stage, observations: Observations) -> None:
-    """A proxy: every byte to the agent 1 s late, connected anew."""
+    """Delays every byte to the agent by 1 s in a proxy, and then connects it again."""
     with _run_traffic(stage, observations) as traffic:
         stage.proxy.delay_seconds = 1.0
         try:
@@ -351,7 +351,7 @@ def _dead_sidecar_throughput(stage: Stage, observations: Observations) -> None:
 
 @fault("engine-trainer-killed", f"it serves on with what was learnt; {_EXACT}")
 def _trainer_killed(_: Path, observations: Observations) -> None:
-    """Real SGLang: SIGKILL to the trainer of online updates."""
+    """Sends SIGKILL to the trainer of online updates of a real SGLang."""
     command = [sys.executable, "-m", "pytest", "-q", *_TRAINER]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     observations.check(f"{_TRAINER[-1]} passes", run.returncode == 0, run.stdout[-500:])

@@ -25,7 +25,7 @@ from speculation.v1.engine_pb2 import (
 
 
 def main() -> None:
-    """Until its input ends."""
+    """Runs the engine until its standard input ends."""
     drafters = _drafters(mixture="plain" not in sys.argv)
     spec = EngineSpec(engine_id="of-another-version", drafters=drafters, max_batch_size=64)
     link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)

@@ -22,7 +22,7 @@ class CannotInjectError(Exception):
 
 @dataclass
 class Observations:
-    """What an injection showed: statements that hold or do not, and figures."""
+    """The observations of an injection: statements that hold or do not, and figures."""
 
     statements: list[tuple[str, bool]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +45,12 @@ Injection: TypeAlias = Callable[[Path, Observations], None]
 LAPSE_EXPECTED = (
     "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
 )
-PLAN_CONTINUES = "the plan goes on, no safe default"
+PLAN_CONTINUES = "the plan continues, no safe default"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is injected, how, and what is expected then.
+    """A fault with its injection and the expected outcome.
 
     quick: a few seconds, so that it is among the tests as well.
     """
@@ -79,7 +79,7 @@ def list_faults(module: ModuleType) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """holds: None where the fault could not be injected; `observed` says why then."""
+    """The outcome of a fault.  holds: None if it was not injected, for the reason `observed`."""
 
     fault: Fault
     observed: str
@@ -88,7 +88,7 @@ class Outcome:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """For the result file."""
+        """Returns the outcome for the result file."""
         return {
             "name": self.fault.name,
             "injected": self.fault.injected,

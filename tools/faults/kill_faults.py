@@ -39,7 +39,7 @@ _EARLY_KILL_INTERVAL = 4
 
 @dataclass
 class Acknowledged:
-    """What sidecars have acknowledged, over all their lives.
+    """The changes that the sidecars have acknowledged, over all their lives.
 
     pending: asked and not answered.  settled: those of them that were cleared afterwards.
     """
@@ -52,7 +52,7 @@ class Acknowledged:
     installed: list[str] = field(default_factory=list)
 
     def certain(self) -> list[str]:
-        """What has to be in force."""
+        """Returns the overrides that must be in force."""
         return [n for n in self.pinned if n not in self.cleared and n not in self.pending]
 
 
@@ -77,7 +77,7 @@ class Writers:
             thread.start()
 
     def join(self) -> None:
-        """Once the sidecar has been killed."""
+        """Ends the threads, after the sidecar was killed."""
         for thread in self._threads:
             thread.join(PATIENCE_SECONDS)
         for channel in self._channels:

@@ -45,7 +45,7 @@ def check_plan_continues(testbed: LinkTestbed, observations: Observations, start
     drive.wait_for_steps()
     executed = drive.choices_since(start)
     safe_choices = [choice for choice in executed if choice.source is Source.SAFE_DEFAULT]
-    observations.check("the plan goes on", not safe_choices, drive.sources_since(start))
+    observations.check("the plan continues", not safe_choices, drive.sources_since(start))
     gammas = {choice.gamma for choice in executed}
     observations.check(f"γ = {PINNED_GAMMA} in every step", gammas == {PINNED_GAMMA}, gammas)
     observations.figure("longest_step_seconds", drive.longest_step_seconds)
@@ -240,7 +240,7 @@ def sidecar_slow(place: Path, observations: Observations) -> None:
 
 @fault(
     "socket-file-deleted",
-    "the open stream steers on; health says so; a new agent finds it after a restart",
+    "the open stream steers on; health reports it; a new agent finds it after a restart",
 )
 def socket_file_deleted(place: Path, observations: Observations) -> None:
     """rm of the sidecar's socket, then SIGKILL to the agent."""
@@ -259,7 +259,7 @@ def socket_file_deleted(place: Path, observations: Observations) -> None:
         health = _health(f"unix:{hidden}")
         observations.check("health is NOT_SERVING", health == "NOT_SERVING", health)
         log = testbed.sidecars.log.read_text()
-        observations.check("the log says so", "sockets_lost" in log, log[-300:])
+        observations.check("the log reports it", "sockets_lost" in log, log[-300:])
         check_steered_again(
             testbed, observations, testbed.sidecars.restart(), choice_before.session
         )

@@ -144,7 +144,7 @@ def crowd(place: Path, observations: Observations) -> None:
 
 
 def _wait_steered(links: list[EngineLink], old_sessions: set[int]) -> set[int]:
-    """Sessions of all of them, once each has a plan of one that is none of those."""
+    """Sessions of all of them, once each has a plan of another one."""
 
     def sessions() -> set[int]:
         choices = [link.choose(4) for link in links]

@@ -2,8 +2,8 @@
 
 usage: python -m tools.fuzz [--minutes M] [--target NAME]... [--jobs N]
 
-Every target gets an equal share of the time, in a process of its own.  Input that does harm is put
-into `tools/fuzz/corpus`, where `tests/system/fuzz/test_fuzz.py` replays it from then on; the
+Every target gets an equal share of the time, in its own process.  Input that breaks a target is
+put into `tools/fuzz/corpus`, where `tests/system/fuzz/test_fuzz.py` replays it from then on; the
 exit code is 1.
 """
 

@@ -35,7 +35,7 @@ MEMORY_BYTES = 384 * 1024 * 1024
 
 
 class HungError(BaseException):
-    """An input that takes for ever; nothing that reads input may catch it."""
+    """An input that takes too long; nothing that reads input may catch it."""
 
 
 class HungryError(Exception):
@@ -80,7 +80,7 @@ class Watch:
 
 @contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Silences logging: thousands of refusals would be logged."""
+    """Silences the log, which would contain thousands of refusals."""
     saved_config = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.CRITICAL)

@@ -107,7 +107,7 @@ _BYTE_CHANGES = (
 
 
 def mutate_text(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """Lines, numbers, quoted words, nesting; and bytes, now and then."""
+    """Lines, numbers, quoted words, nesting; and sometimes bytes."""
     if rng.random() < 0.15:
         return mutate_bytes(rng, data, seeds)
     text = data.decode("utf-8", "surrogateescape")
@@ -335,7 +335,7 @@ def split_parts(data: bytes) -> list[bytes]:
 
 
 def mutate_parts(mutate: Mutator) -> Mutator:
-    """Of inputs that stand for several: one is changed, or left out, doubled, moved."""
+    """Returns a mutator of inputs with several parts: it changes, omits, doubles or moves one."""
 
     def change(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
         parts = split_parts(data)

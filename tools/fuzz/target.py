@@ -19,7 +19,7 @@ Seeds: TypeAlias = Callable[[], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """opened: given an empty folder, what takes the inputs, for as long as the context is open.
+    """A target of the fuzzer.  opened: from an empty folder, a context that takes the inputs.
 
     seeds: inputs that are right.  allowed: errors that bad input may raise; anything else is a
     finding, and so is an input that takes too long or too much memory.
@@ -33,7 +33,7 @@ class Target:
 
 
 def reader(feed: Feed) -> Callable[[Path], AbstractContextManager[Feed]]:
-    """Of bytes in memory."""
+    """Returns the `opened` of a target that reads bytes in memory."""
 
     @contextmanager
     def opened(folder: Path) -> Iterator[Feed]:
@@ -92,7 +92,7 @@ def refusing_stored(
 ) -> Target:  # fmt: skip
     """A target that reads one file of a folder, and raises such errors; see `folder_reader`.
 
-    Its seed is the file as it was stored.
+    Its seed is the stored file.
     """
 
     def seeds() -> Sequence[bytes]:

@@ -1,4 +1,4 @@
-"""The soak: `python -m tools.soak --minutes 30` (`make soak`).
+"""Runs the soak: `python -m tools.soak --minutes 30` (`make soak`).
 
 The real SGLang on the CPU, a real sidecar that records, serves its page and its metrics and has a
 real Redis, under changing load.  Every few seconds what each process holds is sampled, and at the

@@ -1,7 +1,7 @@
 """Many engines that come and go at one sidecar: `python -m tools.soak.crowd --minutes 10`.
 
 A real `controller serve` with its metrics and its page.  Every engine has a connection and a
-stream of its own, lives for a fifth of the run or so, and ends in one of three ways; then it comes
+stream of its own, lives for about a fifth of the run, and ends in one of three ways; then it comes
 back, under its own id or another one.  Beside them an operator sets and clears overrides, a client
 lists engines and scrapes metrics, and one honest engine asks for a decision ten times a second;
 the delays of these decisions are noted.

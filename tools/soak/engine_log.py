@@ -43,7 +43,7 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A decode step as it was run."""
+    """A decode step that was run."""
 
     number: int
     gamma: int
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def accepted_counts(self) -> tuple[int, ...]:
-        """How many sequences accepted exactly 0, 1, .. gamma drafts."""
+        """Returns how many sequences accepted exactly 0, 1, .. gamma drafts."""
         counts = [0] * (self.gamma + 1)
         for row in self.rows:
             counts[row.accepted] += 1
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """That its sequences gained, bonus tokens included."""
+        """Returns the tokens that its sequences gained, bonus tokens included."""
         return sum(row.accepted + 1 for row in self.rows)
 
 
@@ -78,7 +78,7 @@ def read_steps(path: Path) -> Iterator[Step]:
 
 
 def watch() -> None:
-    """The plugin."""
+    """Registers the hooks, as a plugin of SGLang."""
     if _SCHEDULER not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -95,7 +95,7 @@ class _Writer:
         self._file: TextIO | None = None
 
     def after_decode(self, _: None, processor: Any, batch: Any, result: Any) -> None:
-        """After the step's result was taken in."""
+        """Logs a step, after SGLang has processed its result."""
         if self._file is None:
             self._file = self._path.open("w", buffering=1, encoding="utf-8")
         bonus = result.num_non_draft_tokens_per_req

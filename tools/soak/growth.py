@@ -26,7 +26,7 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class WatchedProcess:
-    """pid: of the process, None while there is none.  log: what it writes to, if anything."""
+    """A watched process.  pid: None while it does not run.  log: its log file, if it has one."""
 
     pid: Callable[[], int | None]
     log: Callable[[], Path] | None = None
@@ -34,7 +34,7 @@ class WatchedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of one process.  seconds: since the start; log_bytes: None without a log."""
+    """A sample of one process.  seconds: since the start; log_bytes: None without a log."""
 
     seconds: float
     name: str
@@ -120,22 +120,22 @@ _WARM_UP = 0.25
 _START_SECONDS = 10.0
 _WINDOWS = 8
 _LOW = 10
-# A life with fewer samples after its warm-up says nothing.
+# A life with fewer samples after its warm-up is not judged.
 _SAMPLES_MIN = 5 * _WINDOWS
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """step: what may come once, whenever (an allocator's arena, a buffer that found its size).
+    """The allowed growth.  step: once, at any time (an arena, a buffer that found its size).
 
-    per_hour: what may come again and again.
+    per_hour: in every hour.
     """
 
     step: float
     per_hour: float
 
     def allowed(self, seconds: float) -> float:
-        """In that time."""
+        """Returns the growth that is allowed in this time."""
         return self.step + self.per_hour * seconds / 3600
 
 
@@ -145,7 +145,7 @@ class Tolerance:
 #   descriptors, threads, sockets: nothing may grow; the step is for a connection that is open at
 #   the time, or a pool that gains a worker.  SGLang's HTTP server holds the clients' connections,
 #   up to 16, and others that were hung up for a while.
-#   log: sidecar and agent bound each kind of line to ten a minute (300 bytes each); SGLang is told
+#   log: sidecar and agent bound each kind of line to ten a minute (300 bytes each); SGLang is set
 #   to write warnings only.
 TOLERANCES: Final[dict[str, dict[str, Tolerance]]] = {
     "memory_megabytes": {
@@ -163,7 +163,7 @@ TOLERANCES: Final[dict[str, dict[str, Tolerance]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of one kind of thing in one process's life.
+    """The growth of one quantity in one process's life.
 
     first, last: of its windows.  grown: by the slope, in `seconds`.  allowed: in that time.
     """
@@ -179,7 +179,7 @@ class Growth:
 
     @property
     def per_hour(self) -> float:
-        """At this rate."""
+        """Returns the growth per hour."""
         return self.grown / self.seconds * 3600
 
     @property
@@ -188,7 +188,7 @@ class Growth:
         return self.grown > self.allowed
 
     def __str__(self) -> str:
-        """As a finding."""
+        """Describes the growth as a finding."""
         return (
             f"{self.name} (process {self.pid}): {self.kind} grew by {self.grown:.4g} in "
             f"{self.seconds:.0f} s ({self.first:.6g} to {self.last:.6g}), {self.allowed:.4g} are "
@@ -204,7 +204,7 @@ def lives(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Sample]]]:
 
 
 def growths(samples: Sequence[Sample]) -> list[Growth]:
-    """Of every process that lived long enough, each kind of thing."""
+    """Returns the growth of each quantity of every process that lived long enough."""
     return [growth for _, life in lives(samples) for growth in _growths_of_life(life)]
 
 

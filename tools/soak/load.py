@@ -35,7 +35,7 @@ _REQUEST_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids; plain: what plain decoding makes of them, `NEW_TOKENS` tokens."""
+    """A prompt of token ids.  plain: plain decoding's answer, `NEW_TOKENS` tokens."""
 
     domain: str
     ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An answer.  is_complete: it was not ended early.
+    """The answer to a request.  is_complete: it was not ended early.
 
     verify_steps, accepted: SGLang's own counters of the request.
     """
@@ -83,7 +83,7 @@ def pool() -> tuple[Prompt, ...]:
 
 
 def phases(rng: random.Random) -> Iterator[Phase]:
-    """Endless phases; each number of clients comes as often as the others."""
+    """Yields phases without an end; each number of clients comes as often as the others."""
     number = 0
     order = list(_CLIENTS)
     while True:

@@ -20,7 +20,7 @@ class RecordedReport:
 
 @dataclass(slots=True)
 class RecordedEngine:
-    """plans: by session and epoch.  dropped: reports that the link has counted as lost.
+    """The records of one engine.  plans: by session and epoch.  dropped: reports lost on the link.
 
     refused: what was wrong with a report.  gaps: why a part of the recording is missing.
     overrides: ids that were in force, one entry for every change.

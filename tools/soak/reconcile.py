@@ -44,7 +44,7 @@ def steps(executed_steps: Sequence[Step], record: RecordedEngine) -> list[str]:
 
 
 def plans(record: RecordedEngine) -> list[str]:
-    """What a step ran is what the plan that it names asks for in its batch."""
+    """Returns the steps that did not run the arm which their plan demands."""
     return _first_few(
         f"step {recorded.report.step}: gamma {recorded.report.gamma} at B = "
         f"{recorded.report.batch_size}, its "

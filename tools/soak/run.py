@@ -53,7 +53,7 @@ _EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """minutes: of load.  output: where logs, samples and results go."""
+    """The options of a run.  minutes: of load.  output: folder of logs, samples and results."""
 
     minutes: float
     output: Path
@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(slots=True)
 class SoakResult:
-    """What a run has left.
+    """The result of a run.
 
     link: how the engine's link stood at its end.  reports: of the last sidecar's own counter.
     probes: answers of metrics, page and `explain`.  lost_requests: requests that were not answered.

@@ -75,7 +75,7 @@ class TrafficState:
     """Holds one kind of traffic.
 
     began_at, ended_at: clock seconds of the present or last visit; last_began_at, last_ended_at: of
-    the visit before (0 and 0: there was none).  steps: reports observed in this state.  last_step:
+    the visit before (0 and 0: no visit).  steps: reports observed in this state.  last_step:
     number of the last of these, counted over all of the engine's reports.  probability: P_k above.
     """
 

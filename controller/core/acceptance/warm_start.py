@@ -47,7 +47,7 @@ class AcceptanceSnapshot:
                 f"a label of {len(self.label)} characters is longer than {MAX_LABEL_CHARACTERS}"
             )
         if not all(0 <= a <= 1 for a in self.conditional):
-            raise InvalidBeliefError(f"means {self.conditional} must lie in [0, 1]")
+            raise InvalidBeliefError(f"means {self.conditional} must be in [0, 1]")
         if not all(0 <= n < math.inf for n in self.exposures):
             raise InvalidBeliefError(f"exposures {self.exposures} must be finite and not negative")
 

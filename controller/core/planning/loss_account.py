@@ -15,7 +15,7 @@ waking a drafter, and drafting only because gamma = 0 observes nothing.
 Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
 recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A
 wake-up that costs more than `loss_budget_steps` is allowed at once if a cautious estimate predicts
-that drafting soon pays for it, and otherwise after so many steps that it costs a small share of
+that drafting soon pays for it, and otherwise after enough steps that its cost is a small share of
 them.
 """
 

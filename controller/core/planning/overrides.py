@@ -108,7 +108,7 @@ class Rule:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_GAMMA:
                 raise InvalidOverrideError(
-                    f"{name} {value} is outside 0..{MAX_GAMMA}", field_path=name
+                    f"{name} {value} must be in [0, {MAX_GAMMA}]", field_path=name
                 )
         if self.gamma is not None and (self.gamma_min is not None or self.gamma_max is not None):
             raise InvalidOverrideError(
@@ -227,7 +227,7 @@ class Override:
         low, high = self.min_batch_size, self.max_batch_size
         if not (0 <= low <= MAX_BATCH_SIZE and 0 <= high <= MAX_BATCH_SIZE):
             raise InvalidOverrideError(
-                f"batch sizes {low}-{high} must be in 0..{MAX_BATCH_SIZE}",
+                f"batch sizes {low}-{high} must be in [0, {MAX_BATCH_SIZE}]",
                 field_path="max_batch_size",
             )
         if high and low > high:

@@ -58,7 +58,7 @@ class TrainingSettings:
                 "both in [0, 1)"
             )
         if not 0 < self.margin < 1:
-            raise ValueError(f"margin {self.margin} must lie in (0, 1)")
+            raise ValueError(f"margin {self.margin} must be in (0, 1)")
         if min(self.initial, self.unit_drafts) < 1 or self.threshold < 2:
             raise ValueError(
                 "initial and unit_drafts must be 1 or more, and threshold 2 or more, since one "
@@ -87,7 +87,7 @@ class TrainingResult:
         if not 0 <= self.version <= MAX_VERSION or self.round < 1:
             raise InvalidTrainingError(
                 f"round {self.round}, version {self.version}: a round must be 1 or more, a version "
-                f"in 0..{MAX_VERSION}",
+                f"in [0, {MAX_VERSION}]",
                 field_path="round",
             )
         rates = (self.alpha_train, self.alpha_eval, self.alpha_before)
@@ -398,7 +398,7 @@ def from_json(text: str) -> TrainingState:
 def _check_state(state: TrainingState) -> None:
     counts = (state.measured, state.round, state.version, state.parent)
     if not all(type(count) is int and 0 <= count <= MAX_VERSION for count in counts):
-        raise ValueError(f"counts {counts} must be integers in 0..{MAX_VERSION}")
+        raise ValueError(f"counts {counts} must be integers in [0, {MAX_VERSION}]")
     if not all(type(flag) is bool for flag in (state.collecting, state.training)):
         raise ValueError("collecting and training must be true or false")
     trial = state.trial or Trial(0.0)

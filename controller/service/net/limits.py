@@ -134,9 +134,9 @@ class SharedRateLimit:
 class FairQueue:
     """Runs long work on the event loop one slice at a time, in the order of arrival.
 
-    After each slice the loop stays free for longer than the slice took, so many requests at once
-    do not delay steering until all of them are done.  Calls of several slices alternate, so a
-    short call does not wait for the end of a long one.
+    After each slice the loop stays free for longer than the slice took, and many requests at once
+    do not delay steering until all of them are done.  Calls of several slices alternate, so a short
+    call does not wait for the end of a long one.
     """
 
     def __init__(self, waiting_max: int) -> None:

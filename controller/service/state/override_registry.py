@@ -461,7 +461,7 @@ def conflict_error(override_id: str, etag: str, stored: Entry | None) -> Specula
     """Returns the error for a request that conflicts with the stored entry."""
     if stored is None:
         return NoOverrideError(
-            f"override {override_id!r} does not exist (any more)", resource=override_id
+            f"override {override_id!r} does not exist (or has ended)", resource=override_id
         )
     if stored.ended:
         return OverrideExistsError(

@@ -159,7 +159,7 @@ class StatusCache:
         }
 
     async def engine(self, engine_id: str, start_seconds: float) -> dict[str, Any]:
-        """Returns one engine's details and the points of its history after `start_seconds`, for JSON.
+        """Returns an engine's details and its history after `start_seconds`, for JSON.
 
         Raises UnknownEngineError.
         """

@@ -52,8 +52,8 @@ class PluginSettings(ShimSettings):
     online_updates: bool = False
     """Start a trainer that updates the drafter while it serves, when the plan asks for it."""
     online_scope: Literal["shared", "request"] = "shared"
-    """`shared`: all requests train the drafter. `request`: each request begins with the drafter as
-    it was loaded, and the drafter learns only while a single request runs."""
+    """`shared`: all requests train the drafter. `request`: each request begins with the
+    drafter as loaded, and the drafter learns only while a single request runs."""
     online_learning_rate: float = 1e-3
     """Learning rate of AdamW in online updates."""
     online_proximal: float = 0.0
@@ -141,8 +141,8 @@ class PluginSettings(ShimSettings):
             )
         if ("prompt" in self.classes) != bool(self.class_key_file):
             raise ValueError(
-                "SPECULATION_CLASSES=prompt and SPECULATION_CLASS_KEY_FILE go together: one of "
-                "them is not set"
+                "SPECULATION_CLASSES=prompt and SPECULATION_CLASS_KEY_FILE must be set together: "
+                "one of them is not set"
             )
         if self.online_updates:
             _ = self.online

@@ -27,7 +27,7 @@ CHAIN_ALGORITHM: Final = "EAGLE"
 DEFAULT_GAMMA: Final = 3
 # SGLang's default limit of concurrent requests in an engine that speculates.
 DEFAULT_MAX_REQUESTS: Final = 48
-# Up to so many requests, a decode server has slots for twice as many further ones.
+# Up to this number of requests, a decode server has slots for twice as many further ones.
 _FEW_REQUESTS: Final = 32
 # Begins the errors of an engine that starts.
 _ERROR_LEAD: Final = "SPECULATION_SIDECAR is set, but "

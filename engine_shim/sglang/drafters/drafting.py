@@ -30,7 +30,7 @@ class OptionalPart:
     def attempt(self, part: Callable[[], Result]) -> Result | None:
         """Runs a part of the work; returns None if this or an earlier part has failed.
 
-        After the first error no part runs any more.  With several ranks the error is raised,
+        After the first error no part runs.  With several ranks the error is raised,
         because the other ranks would continue.
         """
         if not self.failure_reason:

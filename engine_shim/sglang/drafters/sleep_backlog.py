@@ -81,7 +81,7 @@ class SleepBacklog:
         return len(self._steps)
 
     def is_full_for(self, rows: int) -> bool:
-        """Returns whether one more step of so many rows would not fit."""
+        """Returns whether one more step of `rows` rows would not fit."""
         if not self._steps:
             return False
         too_many = self._positions + rows > self._max_rows

@@ -441,6 +441,6 @@ class OnlineUpdates:
         self._trainer.close()
         self._is_learning, self._copying = False, None
         self._windows.clear()
-        # Unjudged weights will not be judged any more, so the last good ones are restored.
+        # Unjudged weights will no longer be judged, so the last good ones are restored.
         self._orders.propose(RankCommandKind.END, int(self._rollback_guard.has_unjudged))
         _log.warning("the drafter is no longer updated: %s", reason)

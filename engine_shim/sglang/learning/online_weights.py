@@ -186,7 +186,7 @@ class OnlineWeights:
         is_external: whether another writer is known to have given the drafter these weights.
         """
         if self._has_ended:
-            # Nothing is written any more, but the serving weights now come from another writer.
+            # No more is written, but the serving weights now come from another writer.
             self._has_changed = self._has_good_changes = False
             return ChangeOutcome.NOTHING
         if is_external and self._side_stream is not None:

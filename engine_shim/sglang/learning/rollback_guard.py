@@ -24,10 +24,10 @@ _JUDGE_EVERY_DRAFTS: Final = 400
 # Drafts of the first baseline.
 _BASELINE_DRAFTS: Final = 200
 # The fewest drafts for any judgement, and the fewest drafts of the newest weights before they count
-# as good.  So many suffice to show a collapse.
+# as good.  This number suffices to show a collapse.
 _MIN_DRAFTS: Final = 50
 _MIN_NEWEST_DRAFTS: Final = 24
-# After so many drafts an undecided case counts as good.  While updates are paused, the sign of the
+# After this number of drafts an undecided case counts as good.  While updates are paused, the sign of the
 # difference decides.
 _MAX_DRAFTS: Final = 4000
 _MAX_DRAFTS_AT_REST: Final = 1600

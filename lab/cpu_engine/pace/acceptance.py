@@ -1,6 +1,6 @@
 """Draws how many drafts each sequence accepts, by (request, position, drafter).
 
-An engine with dummy weights says nothing, so its acceptance is drawn.  A request's id names its
+Dummy weights have no acceptance of their own, so it is drawn.  A request's id names its
 class, and its draws depend on nothing but the id, the position and the drafter: every policy gets
 the same draws.  The seed of a stream is in its requests' numbers.  `accepted` is what the request
 pools of the simulator hold, so the two can be compared.

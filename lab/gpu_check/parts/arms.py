@@ -53,7 +53,7 @@ class ArmsPart(Part):
     def run(self, check: Check) -> None:
         """Plays the load steered, held to each arm, then in turns with the best and the others."""
         check.run_only(STEERED)
-        # A sidecar that was started again, as `outage` does, has no profile any more.
+        # A sidecar that was started again, as `outage` does, no longer has a profile.
         if not check.sidecar(STEERED).status().profile_id:
             CostsPart().run(check)
         check.terminal.heading("The moving load: steered, every arm in turn, other policies")

@@ -274,7 +274,7 @@ def dilation_for(dilation: float, costs: StepCosts, concurrency: int) -> float:
 def closed_loop(
     name: str, concurrency: int, min_tokens: int, output_tokens: int, prompt_tokens: int = 1
 ) -> Stream:
-    """Requests of equal length, in whole rounds, with at least so many output tokens in all.
+    """Requests of equal length, in whole rounds, with at least `min_tokens` output tokens.
 
     Prompts of one token are what was published, so almost nothing but decoding is timed.
     """

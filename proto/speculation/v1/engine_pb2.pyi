@@ -71,7 +71,7 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     CAPABILITY_TAKE_VERSIONS: _Capability.ValueType  # 5
     """Capabilities.can_take_versions."""
     CAPABILITY_REPORT: _Capability.ValueType  # 6
-    """Steps are not reported any more."""
+    """Steps are no longer reported."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
     """What an engine can lose while it runs."""
@@ -88,7 +88,7 @@ CAPABILITY_COLLECT: Capability.ValueType  # 4
 CAPABILITY_TAKE_VERSIONS: Capability.ValueType  # 5
 """Capabilities.can_take_versions."""
 CAPABILITY_REPORT: Capability.ValueType  # 6
-"""Steps are not reported any more."""
+"""Steps are no longer reported."""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final
@@ -368,11 +368,11 @@ class EngineSpec(_message.Message):
     def capabilities(self) -> Global___Capabilities: ...
     @_builtins.property
     def shape(self) -> Global___ModelShape:
-        """With it (and a known device) costs that nobody has measured come from a roofline."""
+        """With it (and a known device) costs that were not measured come from a roofline."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostCapability]:
-        """What it could not do any more, or never could, when it introduced itself.  `drafters` and
+        """What it could no longer do, or never could, when it introduced itself.  `drafters` and
         `capabilities` stay as they were without that.
         """
 

@@ -50,7 +50,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_TOO_MANY_ENGINES: _ErrorReason.ValueType  # 12
     """RESOURCE_EXHAUSTED.  The sidecar takes no further engine."""
     ERROR_REASON_MEASUREMENT_CONFLICT: _ErrorReason.ValueType  # 13
-    """FAILED_PRECONDITION, resource `engine`.  The engine is being measured by someone else."""
+    """FAILED_PRECONDITION, resource `engine`.  Another client is measuring the engine."""
     ERROR_REASON_INVALID_MEASUREMENT: _ErrorReason.ValueType  # 14
     """INVALID_ARGUMENT.  A measurement asks for what the engine cannot run."""
     ERROR_REASON_NO_MATCHING_ENGINE: _ErrorReason.ValueType  # 15
@@ -92,7 +92,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_FORBIDDEN: _ErrorReason.ValueType  # 30
     """PERMISSION_DENIED, resource `engine` if one is to blame.  The caller may not do this."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 31
-    """UNAUTHENTICATED.  Nobody knows who calls."""
+    """UNAUTHENTICATED.  The caller is unknown."""
     ERROR_REASON_TOO_MANY_CALLS: _ErrorReason.ValueType  # 32
     """RESOURCE_EXHAUSTED.  More calls than this sidecar takes: ask again in a moment."""
     ERROR_REASON_INVALID_TRAINING: _ErrorReason.ValueType  # 33
@@ -145,7 +145,7 @@ ERROR_REASON_ENGINE_TAKEN: ErrorReason.ValueType  # 11
 ERROR_REASON_TOO_MANY_ENGINES: ErrorReason.ValueType  # 12
 """RESOURCE_EXHAUSTED.  The sidecar takes no further engine."""
 ERROR_REASON_MEASUREMENT_CONFLICT: ErrorReason.ValueType  # 13
-"""FAILED_PRECONDITION, resource `engine`.  The engine is being measured by someone else."""
+"""FAILED_PRECONDITION, resource `engine`.  Another client is measuring the engine."""
 ERROR_REASON_INVALID_MEASUREMENT: ErrorReason.ValueType  # 14
 """INVALID_ARGUMENT.  A measurement asks for what the engine cannot run."""
 ERROR_REASON_NO_MATCHING_ENGINE: ErrorReason.ValueType  # 15
@@ -187,7 +187,7 @@ ERROR_REASON_NO_EFFECT: ErrorReason.ValueType  # 29
 ERROR_REASON_FORBIDDEN: ErrorReason.ValueType  # 30
 """PERMISSION_DENIED, resource `engine` if one is to blame.  The caller may not do this."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 31
-"""UNAUTHENTICATED.  Nobody knows who calls."""
+"""UNAUTHENTICATED.  The caller is unknown."""
 ERROR_REASON_TOO_MANY_CALLS: ErrorReason.ValueType  # 32
 """RESOURCE_EXHAUSTED.  More calls than this sidecar takes: ask again in a moment."""
 ERROR_REASON_INVALID_TRAINING: ErrorReason.ValueType  # 33

@@ -630,7 +630,7 @@ class PolicyStatus(_message.Message):
     ok: _builtins.bool
     """Whether the file as it is now is in force."""
     detail: _builtins.str
-    """Why it is not, with line and field; what it said before stays in force."""
+    """Why it is not, with line and field; the previous version of the file stays in force."""
     read_at: _builtins.float
     """Unix seconds at which the policy in force was read."""
     def __init__(

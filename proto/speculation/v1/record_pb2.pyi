@@ -202,7 +202,7 @@ class RecordOpening(_message.Message):
     wall_seconds: _builtins.float
     """Unix seconds of this machine at `clock_seconds`."""
     session: _builtins.int
-    """Sessions are told apart by this number; it opens nothing."""
+    """This number distinguishes sessions; it grants no access."""
     lost: _builtins.int
     """Records that were lost before this one, since the last opening."""
     cost_source: _builtins.str
@@ -215,7 +215,7 @@ class RecordOpening(_message.Message):
     def overrides(self) -> Global___RecordOverrides: ...
     @_builtins.property
     def state(self) -> Global___StateObject:
-        """The core's variables, as they were."""
+        """The core's variables at that moment."""
 
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -247,7 +247,7 @@ Global___RecordOpening: _TypeAlias = RecordOpening  # noqa: Y015
 
 @_typing.final
 class RecordDecision(_message.Message):
-    """The plan was considered anew; `plan` is absent where the old one went on."""
+    """The plan was reconsidered; `plan` is absent where the old one stays in use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -423,7 +423,7 @@ class RecordOverride(_message.Message):
     OVERRIDE_FIELD_NUMBER: _builtins.int
     ENDS_AT_FIELD_NUMBER: _builtins.int
     ends_at: _builtins.float
-    """Unix seconds; absent: for ever, or not known."""
+    """Unix seconds; absent: permanent, or not known."""
     @_builtins.property
     def override(self) -> _policy_pb2.Override: ...
     def __init__(
@@ -516,7 +516,7 @@ Global___RecordTraining: _TypeAlias = RecordTraining  # noqa: Y015
 
 @_typing.final
 class RecordNote(_message.Message):
-    """Nothing that the core is told; for people."""
+    """Not an input of the core; for people."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -67,8 +67,8 @@ class IntroduceResponse(_message.Message):
     """Carried by every later message of this engine."""
     messages_in_flight_max: _builtins.int
     """The most messages with reports that may be on their way, which is until `received_so_far`
-    counts them: reports that come meanwhile go together in the next message.  The sidecar
-    acknowledges when so many have arrived.  0: no limit (sidecars that do not know it).
+    counts them: reports that come meanwhile are sent in the next message.  The sidecar
+    acknowledges when this number has arrived.  0: no limit (sidecars that do not know it).
     """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
@@ -116,7 +116,7 @@ class SteerRequest(_message.Message):
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LostCapability]:
         """Everything that the engine has lost so far, in the first message after that has grown.  Losses
-        add up within a session: a message without any takes none back.
+        add up within a session: a message without any does not withdraw them.
         """
 
     def __init__(
@@ -596,7 +596,7 @@ class FleetEngine(_message.Message):
     local: _builtins.bool
     """It is an engine of the sidecar that answers."""
     link: _builtins.str
-    """As in EngineOverview, or "silent": nothing is heard of its sidecar any more."""
+    """As in EngineOverview, or "silent": its sidecar has stopped publishing."""
     target_model: _builtins.str
     batch_size: _builtins.int
     """Of the last report; 0 before the first."""

@@ -358,7 +358,7 @@ class ProfilingServiceServicer(object):
 
     def Measure(self, request_iterator, context):
         """While the stream is open the named engine runs what the client asks for, in every batch, and
-        its reports are forwarded.  When the stream ends, normal planning goes on.
+        its reports are forwarded.  When the stream ends, normal planning continues.
         NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
         PERMISSION_DENIED: the caller may not measure, or not this engine.
         INVALID_ARGUMENT: the engine cannot run that drafter or draft length.

@@ -202,7 +202,7 @@ class ProfilingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ProfilingServiceAsyncStub: ...
     Measure: _grpc.StreamStreamMultiCallable[_service_pb2.MeasureRequest, _service_pb2.MeasureResponse]
     """While the stream is open the named engine runs what the client asks for, in every batch, and
-    its reports are forwarded.  When the stream ends, normal planning goes on.
+    its reports are forwarded.  When the stream ends, normal planning continues.
     NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
     PERMISSION_DENIED: the caller may not measure, or not this engine.
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
@@ -230,7 +230,7 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Measure: _aio.StreamStreamMultiCallable[_service_pb2.MeasureRequest, _service_pb2.MeasureResponse]  # type: ignore[assignment]
     """While the stream is open the named engine runs what the client asks for, in every batch, and
-    its reports are forwarded.  When the stream ends, normal planning goes on.
+    its reports are forwarded.  When the stream ends, normal planning continues.
     NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
     PERMISSION_DENIED: the caller may not measure, or not this engine.
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
@@ -261,7 +261,7 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_service_pb2.MeasureResponse], _abc.AsyncIterator[_service_pb2.MeasureResponse]]:
         """While the stream is open the named engine runs what the client asks for, in every batch, and
-        its reports are forwarded.  When the stream ends, normal planning goes on.
+        its reports are forwarded.  When the stream ends, normal planning continues.
         NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
         PERMISSION_DENIED: the caller may not measure, or not this engine.
         INVALID_ARGUMENT: the engine cannot run that drafter or draft length.

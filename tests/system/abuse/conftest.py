@@ -61,7 +61,7 @@ class Besieged:
         self.descriptors = self.process.num_fds()
 
     def holds(self, descriptors: int = 0) -> None:
-        """Under attack: bounded, serving, and the honest engine's plan goes on being renewed."""
+        """Under attack: bounded, serving, and the honest engine's plan is still renewed."""
         assert self.process.memory_info().rss - self.memory_bytes < MEMORY_BYTES
         # A sidecar that has much to do closes those of clients that have gone a little later.
         eventually(
@@ -71,7 +71,7 @@ class Besieged:
         self.steers()
 
     def steers(self) -> None:
-        """Plans go on coming to the engine, and operators are told that all is well."""
+        """Plans still reach the engine, and operators see that all is well."""
         steering = self.engine.link.plan_follower
         before = steering.plans_accepted
 

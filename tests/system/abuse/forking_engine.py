@@ -44,7 +44,7 @@ def main() -> None:
             engine.run(20)
             return engine.link.status().plans_taken > before
 
-        eventually(goes_on, timeout_seconds=60.0, description="plans go on")
+        eventually(goes_on, timeout_seconds=60.0, description="plans continue")
         status = engine.link.status()
         outcome = {
             "forked": forked,

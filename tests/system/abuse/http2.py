@@ -39,7 +39,7 @@ def _text(value: str) -> bytes:
 
 
 def message_head(size: int) -> bytes:
-    """What stands before a message of so many bytes."""
+    """The header before a message of `size` bytes."""
     return struct.pack(">BI", 0, size)
 
 
@@ -74,7 +74,7 @@ class Connection:
         return True
 
     def call(self, path: str, more: Sequence[tuple[str, str]] = ()) -> int:
-        """Opens a call that goes on; its stream."""
+        """Opens a call that continues; returns its stream."""
         self._stream += 2
         self.say(frame(HEADERS, END_HEADERS, self._stream, headers_of(path, more)))
         return self._stream
@@ -101,7 +101,7 @@ class Connection:
 
 @contextmanager
 def connections(address: str, count: int) -> Iterator[list[Connection]]:
-    """So many at a time, as far as the server takes them."""
+    """`count` connections at a time, as far as the server accepts them."""
     open_connections: list[Connection] = []
     try:
         for _ in range(count):

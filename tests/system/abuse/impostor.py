@@ -2,7 +2,7 @@
 
     python -m tests.system.abuse.impostor SOCKET UID SECONDS
 
-Abstract socket names are visible to everybody and belong to a network namespace: in another one
+Abstract socket names are visible to every user and belong to a network namespace: in another one
 the name of an operator's connection is free.  This process gives up its user id, enters a namespace
 of its own, and for every such name that appears binds it, connects to SOCKET and sets an override
 that switches speculation off everywhere.  It prints "ready", and at last how often it has tried.
@@ -43,7 +43,7 @@ def main(target: str, uid: int, seconds: float) -> int:
     os.setgroups([])
     os.setgid(group)
     os.setuid(uid)
-    # Opened before: it goes on showing the names of the network that is left.
+    # Opened before: it still shows the names of the network that is left.
     names = os.open("/proc/self/net/unix", os.O_RDONLY)
     if ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return NO_NAMESPACE
@@ -68,7 +68,7 @@ def _pass_for(name: bytes, target: str) -> None:
         override_id=OVERRIDE_ID,
         scope=policy_pb2.Scope(fleet=True),
         rule=policy_pb2.OverrideRule(off=True),
-        author="somebody else",
+        author="another user",
         reason="forged",
     )
     body = policy_pb2.SetOverrideRequest(override=override).SerializeToString()

@@ -1,4 +1,4 @@
-"""Calls as gRPC makes them, by those who mean harm: floods, replays, rights that nobody gave."""
+"""Calls as gRPC makes them, by attackers: floods, replays, rights that were not granted."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_ten_thousand_engines_do_not_push_out_one_that_is_steered(
     assert set(codes) == {CODE.OK, CODE.RESOURCE_EXHAUSTED}
     assert codes[CODE.OK] < 1_000 * scale
     besieged.holds(20)
-    # Nor does the flood keep others away for long: who never reported makes way.
+    # Nor does the flood keep others away for long: sessions that never reported are evicted.
     eventually(
         lambda: status_of(introduce_as(channel), "late") is CODE.OK,
         timeout_seconds=60.0,
@@ -164,7 +164,7 @@ def test_only_so_many_watch_and_operators_are_not_among_them(
             lambda: (
                 len([c for c in open_ones if c.code_now() is not None]) == 2 * WATCHES_MAX or None
             ),
-            description="just so many stay",
+            description="just this number stays",
         )
         assert refused
         mine = _watch(operators, watching)
@@ -194,7 +194,7 @@ class _Watching:
         self._ended.set()
 
     def code_now(self) -> grpc.StatusCode | None:
-        """None while it goes on."""
+        """None while it continues."""
         return self._call.code() if self._ended.is_set() else None
 
     def answered(self) -> bool:

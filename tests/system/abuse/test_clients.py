@@ -1,4 +1,4 @@
-"""Clients and commands, where what answers or what they read is somebody else's."""
+"""Clients and commands, where an attacker controls what answers or what they read."""
 
 import asyncio
 import struct

@@ -47,7 +47,7 @@ def test_no_more_connections_than_allowed_stay_open(besieged: Besieged, scale: i
             besieged.holds(MAX_CONNECTIONS + 60)
         eventually(
             lambda: besieged.process.num_fds() <= besieged.descriptors + 40,
-            description="all let go",
+            description="all are closed",
         )
 
 
@@ -112,7 +112,7 @@ def test_no_more_calls_than_allowed_are_under_way(besieged: Besieged, scale: int
             connection.greet()
             for _ in range(MAX_OPEN_CALLS * scale):
                 connection.call(STEER)
-        # A byte now and then, so that none of them is silent for good.
+        # A byte at intervals, so that none of them stays silent.
         for connection in many:
             for stream in range(1, 2 * MAX_OPEN_CALLS * scale, 16):
                 connection.data(stream, b"\x00")
@@ -253,7 +253,7 @@ def _goodbye(connection: Connection) -> bool:
 
 @contextmanager
 def _flooding(address: str) -> Iterator[Connection]:
-    """A connection that goes on as a client does; what it is sent is read."""
+    """A connection that continues as a client's does; what it is sent is read."""
     connection = Connection(address)
     connection.greet()
     connection.acknowledge()

@@ -31,7 +31,7 @@ ENTRIES = ["policy:a", "policy:b", "policy:c"]
 
 
 def logged(log: Path, event: str, times: int = 1) -> None:
-    """Waits until the sidecar has written so many lines of an event."""
+    """Waits until the sidecar has written `times` lines of an event."""
     eventually(lambda: log.read_text().count(f'"event": "{event}"') >= times, description=event)
 
 
@@ -95,7 +95,7 @@ def test_an_access_list_that_loses_its_users_lets_no_others_in(tmp_path: Path):
         operators_of(sidecar) as operators,
     ):
         assert status_of(operators.SetOverride, override("o1")) is CODE.PERMISSION_DENIED
-        for number, left in enumerate(("", tokens, "# nobody\n"), 1):
+        for number, left in enumerate(("", tokens, "# no users\n"), 1):
             access.write_text(left)
             logged(log, "access_read", number)
             assert status_of(operators.SetOverride, override("o2")) is CODE.UNAUTHENTICATED

@@ -24,7 +24,7 @@ def test_a_fork_of_the_engine_neither_reports_nor_takes_its_plans(besieged: Besi
     (status,) = [e for e in answer.engines if e.engine.engine_id == forking_engine.ENGINE_ID]
     assert outcome["forked"] == {"reported": 0, "sources": [Source.SAFE_DEFAULT.value]}
     assert outcome["fork_ended_with"] == 0
-    # The engine's own agent, session and lease went on.
+    # The engine's own agent, session and lease continued.
     assert outcome["agent_is_the_same"]
     assert outcome["agent_starts"] == 1
     assert outcome["lapses"] == 0

@@ -1,4 +1,4 @@
-"""Nobody who only reaches the engines' socket becomes an operator, whatever name they take."""
+"""No process that only reaches the engines' socket becomes an operator, by whatever name."""
 
 import os
 import subprocess

@@ -95,7 +95,7 @@ async def test_introductions_read_no_profile_of_another_engine(
             await running.introduce(f"engine-{number}")
         await wait_until(lambda: not running.sidecar._fleet_profiles.searches)
         assert not parsed
-        # Whoever asks why is told, and each profile is read once for all who ask.
+        # Whoever asks learns why, and each profile is read once for all who ask.
         await push(running, make_profile("foreign-0", "2020-01-03"))
         parsed.clear()
         request = service_pb2.GetProfileRequest(engine_id="again")

@@ -1,4 +1,4 @@
-"""Reports that mean harm: endless, stale, counted wrongly, with numbers at the edge of what is."""
+"""Hostile reports: endless, stale, counted wrongly, with numbers at the edge of what is."""
 
 import math
 import threading
@@ -57,7 +57,7 @@ def test_others_are_served_while_a_message_of_stale_reports_is_refused(
     for step in range(1, 101):
         request = service_pb2.DecideRequest(session_id=victim, report=report_message(step))
         stub.Decide(request, timeout=PATIENCE_SECONDS)
-    # The flood is far from its end: whoever sends it waits, and nobody else does.
+    # The flood is far from its end: whoever sends it waits, and no other caller does.
     assert one(besieged, "stale").rejected_reports < 10 * MESSAGE_REPORTS_MAX
     assert one(besieged, "victim-of-stale").reports == 100
     call.cancel()
@@ -85,7 +85,7 @@ def test_who_opens_many_sessions_has_no_more_refusals_for_it(besieged: Besieged)
             return sum(status.rejected_reports for status in every(besieged, names))
 
         eventually(lambda: refused() > sessions * reports, description="all have used up their own")
-        # Who is wrong now and then does not wait for them.
+        # A caller that is wrong occasionally does not wait for them.
         requests = [
             service_pb2.SteerRequest(
                 session_id=honest,

@@ -1,4 +1,4 @@
-"""Calls that are opened and say nothing: they end, and keep nobody out meanwhile."""
+"""Calls that are opened and send nothing: they end, and keep no caller out meanwhile."""
 
 import threading
 from collections.abc import Iterator

@@ -84,7 +84,7 @@ def operated(directory: Path, url: str, **environment: str) -> Iterator[Operated
         with grpc.insecure_channel(f"unix:{socket}") as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)
             yield Operated(sidecar, directory / "log", stub, port)
-    # Whatever was in Redis, nothing failed that nobody expected.
+    # Whatever was in Redis, nothing failed unexpectedly.
     assert "exception" not in (directory / "log").read_text()
 
 
@@ -114,7 +114,7 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 def put(client: redis.Redis, name: str | bytes, text: str | bytes) -> None:
-    """Writes an entry as somebody with Redis's password can."""
+    """Writes an entry as every client with Redis's password can."""
     key = f"{TAG}:entry:".encode() + (name.encode() if isinstance(name, str) else name)
     client.set(key, text)
     ends: dict[Any, float] = {name: float("inf")}

@@ -16,7 +16,7 @@ def run(
     number: int,
     phases: Sequence[Phase] = tuple(Phase),
 ) -> None:
-    """Runs so many courses of events, the same ones for the same `number`."""
+    """Runs `count` courses of events, the same ones for the same `number`."""
     with silence(), without_constants_of_modules():
         run_state_machine_as_test(
             seed(number)(machine),

@@ -137,7 +137,7 @@ class RankedEngine:
         return choice
 
     def lose_packet(self) -> None:
-        """The next packet for it, plan or event, is read by nobody."""
+        """The next packet for it, plan or event, is not read."""
         peer = self.link._current_socket()
         if peer is not None:
             self._missed = self.ledger.newest_taken
@@ -145,7 +145,7 @@ class RankedEngine:
                 peer.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
 
     def repeat_packet(self, back: int) -> None:
-        """A packet that was taken comes again: the newest, or one so many plans before it."""
+        """A packet that was taken comes again: the newest, or one `back` plans before it."""
         if self.agent is None or self.agent.port is None:
             return
         mine = [known for known in self._taken if known.plan.session == self.ledger.newest[0]]
@@ -163,7 +163,7 @@ class RankedEngine:
         return reached or self.agent is None or newest in {self._missed, (0, 0)}
 
     def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> StepChoice:
-        """One step; `accepted` draft tokens by each sequence, if so many were drafted."""
+        """One step; `accepted` draft tokens by each sequence, if that many were drafted."""
         choice = self.choose(batch_size, lose_broadcast)
         counts = [0] * (choice.gamma + 1)
         counts[min(accepted, choice.gamma)] = batch_size

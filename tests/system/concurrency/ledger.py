@@ -14,7 +14,7 @@ from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import REASON_OVERRIDE, REASON_PROFILING, Plan, PlanRow
 from speculation.v1.service_pb2 import Received
 
-# Two ways to compute the same end of a lease may differ by so many seconds.
+# Two ways to compute the same end of a lease may differ by this number of seconds.
 _ROUNDING = 1e-6
 
 
@@ -197,7 +197,7 @@ class Ledger:
         assert report.flags.unsteered == (choice.source is not Source.PLAN)
 
     def read(self, session_id: str, lost: int) -> None:
-        """The sidecar is told of lost reports."""
+        """The sidecar learns of lost reports."""
         self._sent[session_id].reported_lost += lost
         self._require_no_more()
 

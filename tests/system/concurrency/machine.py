@@ -87,7 +87,7 @@ class Link(RuleBasedStateMachine):
         every=st.sampled_from([1, 1, 5, 100]),
     )
     def step(self, engine: str, count: int, batch_size: int, accepted: int, every: int) -> None:
-        """So many steps; the others get their turns after every so many."""
+        """`count` steps; the others get their turns after every few of them."""
         for number in range(1, count + 1):
             self.world.engines[engine].run(batch_size, accepted)
             if number % every == 0:
@@ -148,7 +148,7 @@ class Link(RuleBasedStateMachine):
 
     @rule(seconds=WAITS)
     def starve(self, seconds: float) -> None:
-        """Time in which nobody gets the processor."""
+        """Time in which no process gets the processor."""
         self.world.clock.advance(seconds)
 
     @rule(which=st.integers(0, 2), turns=st.integers(1, 5))
@@ -162,7 +162,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule(engine=ENGINES, seconds=WAITS)
     def sleep_through(self, engine: str, seconds: float) -> None:
-        """The sidecar is stopped for a while; as it goes on, reports wait and timers are late."""
+        """The sidecar is stopped for a while; as it resumes, reports wait and timers are late."""
         sidecar = self.world.sidecar
         assert sidecar is not None
         sidecar.stopped = True
@@ -195,7 +195,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.world.network.channels)
     @rule(which=st.integers(0, 1))
     def vanish(self, which: int) -> None:
-        """A connection dies, and neither end is told."""
+        """A connection dies, and neither end notices."""
         channels = self.world.network.channels
         channels[which % len(channels)].vanished = True
 
@@ -300,7 +300,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule(engine=ENGINES, gamma=st.sampled_from([0, 1, 3]), measured=st.booleans())
     def measure(self, engine: str, gamma: int, measured: bool) -> None:
-        """An engine is forced to an arm, and let go."""
+        """An engine is forced to an arm, and released."""
         self.world.measure(engine, gamma, steps=3 if measured else 0)
 
     # Sessions.
@@ -331,7 +331,7 @@ class Link(RuleBasedStateMachine):
             self._directory.cleanup()
 
     def calm(self) -> None:
-        """All go on; soon both engines are steered by the newest plan, and no report is missing."""
+        """All continue; soon the newest plan steers both engines, and no report is missing."""
         world = self.world
         world.network.held.clear()
         for process in world.processes:

@@ -2,7 +2,7 @@
 
 The agent's generated stub and the sidecar's servicer are the real ones, and so are the bytes; this
 is the channel under the one and the server over the other.  What gRPC promises is kept: messages
-of a call arrive in order, and after a cut nothing of it arrives any more.
+of a call arrive in order, and after a cut nothing more of it arrives.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Network:
         return moved
 
     def cut(self, channel: "Channel", arriving: int) -> None:
-        """Breaks a connection after so many of its messages to the sidecar have still arrived."""
+        """Breaks a connection after `arriving` more of its messages have reached the sidecar."""
         mine = [arrive for owner, arrive in self.up if owner is channel]
         for arrive in mine[:arriving]:
             arrive()
@@ -90,7 +90,7 @@ class Channel:
     def __init__(self, network: Network, engine: str) -> None:
         self._network = network
         self.engine = engine
-        # Nothing comes through any more, and neither end is told.
+        # Nothing more comes through, and neither end notices.
         self.vanished = False
         self.calls: list[Call] = []
         network.channels.append(self)
@@ -138,7 +138,7 @@ class Channel:
         call = Call(self._network, self, read)
         self.calls.append(call)
         if self._network.server is None:
-            call.end(grpc.StatusCode.UNAVAILABLE, "nobody listens")
+            call.end(grpc.StatusCode.UNAVAILABLE, "no server listens")
         return call
 
 
@@ -284,7 +284,7 @@ class Server:
             self._contexts[call].came.put_nowait(raw)
 
     def drop(self, call: Call) -> None:
-        """The connection, or the call, is no more."""
+        """The connection, or the call, has ended."""
         if call in self._tasks:
             self._tasks.pop(call).cancel()
             del self._contexts[call]

@@ -44,7 +44,7 @@ class AgentProcess(Process):
         self.main = self.loop.create_task(agent_module._serve(options))
 
     def kill(self) -> None:
-        """The kernel closes what it held; nothing of it runs any more."""
+        """The kernel closes what it held; it no longer runs."""
         assert self.port is not None
         self.port._peer.close()
         self.stopped = True
@@ -93,7 +93,7 @@ class SidecarProcess(Process):
         network.server = self.server
 
     def kill(self) -> None:
-        """The kernel closes what it held; nothing of it runs any more."""
+        """The kernel closes what it held; it no longer runs."""
         self.stopped = True
         for channel in list(self._network.channels):
             self._network.cut(channel, 0)

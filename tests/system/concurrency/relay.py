@@ -21,7 +21,7 @@ from speculation.v1.service_pb2 import (
 )
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
-# ("plan", "reports", "received" (the last word) or "before" (what the next sidecar knows, None for
+# ("plan", "reports", "received" (the last word) or "before" (what the next sidecar knows; None if
 # nothing), session, message)
 Witness = Callable[[str, str, Any], None]
 

@@ -57,7 +57,7 @@ class Walk:
         self.events: list[str] = []
 
     def step(self, count: int) -> None:
-        """So many steps, each judged."""
+        """`count` steps, each judged."""
         for _ in range(count):
             size = self._rng.choice([1, 4, 16, 100])
             before = time.monotonic()
@@ -104,7 +104,7 @@ class Walk:
         time.sleep(self._rng.choice([0.01, 0.1, LEASE_SECONDS, LEASE_SECONDS + GRACE_SECONDS]))
 
     def burst(self) -> None:
-        """More than the socket holds, if nobody reads."""
+        """More than the socket holds while it is not read."""
         self.step(600)
 
     def kill_agent(self) -> None:
@@ -163,7 +163,7 @@ class Walk:
             )
 
     def calm(self) -> None:
-        """All go on; then the newest session's plans steer, and the last report is known."""
+        """All continue; then the newest session's plans steer, and the last report is known."""
         self.go_on()
 
         def is_steered() -> bool:

@@ -16,7 +16,7 @@ from tests.system.concurrency.sequences import FOUND
 
 
 def main() -> None:
-    """The found sequences first, then so many that the machine deals."""
+    """The found sequences first, then those that the machine deals."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--examples", type=int, default=0)

@@ -1,7 +1,7 @@
 """Virtual time: one clock for everything, and event loops that never wait.
 
-Each process of the world has an event loop of its own, so that one can be stopped, go on, or die
-between any two turns of the others.
+Each process of the world has an event loop of its own, so that one can be stopped, resumed, or
+killed between any two turns of the others.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def busy(self) -> bool:
-        """Whether anything can go on without time going on."""
+        """Whether anything can run before time advances."""
         ready: Any = self._ready  # type: ignore[attr-defined]
         due = self.next_timer <= self._clock.now()
         return bool(ready) or due or bool(self._selector.select(0))  # type: ignore[attr-defined]

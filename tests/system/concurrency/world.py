@@ -115,7 +115,7 @@ class World:
     # Time.
 
     def settle(self) -> None:
-        """Lets everything go on that can without time going on."""
+        """Runs everything that can run before time advances."""
         turns = 0
         while True:
             moved = self.network.deliver()
@@ -128,7 +128,7 @@ class World:
                 return
 
     def advance(self, seconds: float) -> None:
-        """Lets time go on, timer by timer."""
+        """Advances time, timer by timer."""
         deadline = self.clock.now() + seconds
         self.settle()
         while (due := self._next_timer()) <= deadline:
@@ -236,7 +236,7 @@ class World:
 
     @property
     def in_force(self) -> list[str]:
-        """Those that nobody can doubt."""
+        """Those that are certain."""
         soon = self.clock.now() + _EDGE_SECONDS
         return [name for name, commanded in self.overrides.items() if commanded.expires_at > soon]
 
@@ -292,7 +292,7 @@ class World:
                 registry.find_by_token(session_id)
 
     def age(self, engine_id: str, left: int) -> None:
-        """Its session has made all plans and probes but so many."""
+        """Its session has made all plans and probes but `left`."""
         assert self.sidecar is not None
         if engine_id in self.sidecar.engine_ids:
             core = self.sidecar.sidecar.registry.find_by_engine(engine_id).core
@@ -305,7 +305,7 @@ class World:
         core = self.sidecar.sidecar.registry.find_by_engine(engine_id).core
         return core._epoch < _MOST_EPOCHS
 
-    # What the ledgers are told.
+    # What the ledgers record.
 
     def _witness(self, event: str, engine_id: str, session_id: str, message: Any) -> None:
         ledger = self.engines[engine_id].ledger

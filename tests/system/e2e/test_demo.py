@@ -1,4 +1,4 @@
-"""The demo on a stream that nobody has looked at, on the real SGLang four times over.
+"""The demo on a stream that was not looked at before, on the real SGLang four times over.
 
 Its steps are held to an H100's, so that what is asserted of speeds does not depend on the machine:
 a play that missed the pace is no result, and the demo then fails.

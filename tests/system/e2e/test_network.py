@@ -30,7 +30,7 @@ INET = re.compile(
     r"([^\"]+)\""
 )
 UNIX = re.compile(r"sa_family=AF_UNIX, sun_path=(@?)\"([^\"]+)\"")
-# Where libc asks for names of users and hosts on this machine, if anybody answers there.
+# Where libc asks for names of users and hosts on this machine, if a daemon answers there.
 LOCAL = {"unix:/var/run/nscd/socket"}
 ENGINE = """
 import sys
@@ -63,7 +63,7 @@ def traced(
 
 
 def called(trace: Path) -> set[str]:
-    """HOST:PORT and unix:PATH of everybody who was called."""
+    """HOST:PORT and unix:PATH of every called peer."""
     text = trace.read_text(errors="replace")
     addresses = {f"{host}:{port}" for port, host in INET.findall(text)}
     return addresses | {f"unix:{prefix}{path}" for prefix, path in UNIX.findall(text)}
@@ -131,7 +131,7 @@ def test_nobody_is_called_but_the_configured_peers(tmp_path: Path):
                 done = controller(*words, environment=here)
                 assert done.returncode == 0, done.stderr
             settings.write_text("log_level: debug\n")
-            # Of the two, strace does not listen, and hands the signal on to nobody.
+            # Of the two, strace does not listen, and does not forward the signal.
             (pid,) = children(sidecar.pid)
             os.kill(pid, signal.SIGHUP)
             eventually(
@@ -146,7 +146,7 @@ def test_nobody_is_called_but_the_configured_peers(tmp_path: Path):
     loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     # With port 0 libc asks the kernel which of a name's addresses it would reach; nothing is sent.
     named = {f"{host}:{port}" for host in loopback for port in (tcp, 0)}
-    # Operators' calls go on to a socket of its own, which has no path.
+    # Operators' calls are passed to a socket of its own, which has no path.
     own = {peer for peer in called(tmp_path / "sidecar") if "unix:/proc/self/fd/" in peer}
     assert len(own) <= 1
     assert called(tmp_path / "sidecar") - LOCAL - own == {f"127.0.0.1:{redis.port}"}

@@ -1,4 +1,4 @@
-"""An engine whose drafter can learn, under the real sidecar: nobody tells it to, and it does."""
+"""An engine whose drafter can learn, under the real sidecar: it learns without an order."""
 
 import itertools
 import time
@@ -20,7 +20,7 @@ TOKENS = 300
 # It ends as soon as it has learnt, which a busy machine delays: the trainer starts late, and
 # updates cost more.  What may be lost to finding out grows with time and not with answers.
 MOST_SECONDS = 500.0
-# Tokens a step: the drafter as it was loaded comes to 1.1 to 1.2.
+# Tokens a step: the drafter as loaded comes to 1.1 to 1.2.
 LEARNT = 1.45
 
 

@@ -63,7 +63,7 @@ class Watched:
 
     @property
     def training(self) -> service_pb2.TrainingExplanation:
-        # A sidecar answers so many questions a second.
+        # A sidecar limits the calls a second.
         time.sleep(0.05)
         question = service_pb2.ExplainRequest(engine_id=ENGINE_ID)
         answer: service_pb2.ExplainResponse = self._inspection.Explain(question, timeout=60)
@@ -127,7 +127,7 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 # A second one has nothing to do here.
                 with trainer(tmp_path, sidecar.address, signals) as second:
                     assert second.wait(120) == 3
-                # The controller would draft now and then only, and learn from as few steps.
+                # The controller would draft occasionally only, and learn from as few steps.
                 pin = ["--fleet", "--gamma", "3", "--reason", "every step drafts"]
                 done = controller("override", "set", "--address", sidecar.address, *pin)
                 assert not done.returncode, done.stderr

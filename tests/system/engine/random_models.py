@@ -1,7 +1,7 @@
 """Tiny models with random weights, for algorithms that the shipped models do not cover.
 
 Nothing is learned.  The layers only ripple what the embedding says, in target and draft alike, so
-that the draft is right now and then, and every accepted length occurs.
+that the draft is right occasionally, and every accepted length occurs.
 """
 
 import json

@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch import nn
 
-# Of a layer beside the embedding that it adds to, so that drafts are right now and then.
+# Of a layer beside the embedding that it adds to, so that drafts are right occasionally.
 RIPPLE = 0.3
 # From the embedding of a token and a hidden state (in this order) to a predictor's hidden state.
 _FUSIONS = ("eh_proj.weight", "fc.weight")

@@ -11,7 +11,7 @@ from engine_shim.sglang.api import sglang_api
 
 
 def break_telemetry_hook() -> None:
-    """SGLang cannot apply one hook (it changed, say), logs that and goes on."""
+    """SGLang cannot apply one hook (it changed, say), logs that and continues."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     apply_target = HookRegistry._apply_target

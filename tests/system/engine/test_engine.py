@@ -245,7 +245,7 @@ def test_requests_that_join_and_leave_a_sleeping_batch_are_caught_up(
     assert after["cold"] == 0
     assert compared > 200
     assert caught_up > 200
-    # Where two tokens are as good as equal, rounding decides.
+    # Where two tokens are almost equally likely, rounding decides.
     assert wrong <= compared // 30
 
 
@@ -278,7 +278,7 @@ def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
         return (status["source"], status["sidecar"]) == ("SAFE_DEFAULT", "AWAY")
 
     # The plan may last for longer than an answer, and the agent may be late to say that it is over.
-    eventually(alone, description="the engine flies alone, and knows why")
+    eventually(alone, description="the engine runs without a lease, and knows why")
     # The startup draft length is the safe one: the middle of the list.
     assert engine.internal_state()["speculative_num_steps"] == 3
     assert "the sidecar does not steer: safe-default" in engine.log.read_text()

@@ -178,7 +178,7 @@ def test_it_learns_while_it_serves_and_never_changes_a_token(
     sidecar.run(lambda _: (GAMMA, False))
     before = wave(engine, 0, plain_waves)
     sidecar.stride = 2
-    # A whole block now and then, and nothing at all.
+    # A whole block occasionally, and nothing at all.
     arms = [(GAMMA, False)] * 6 + [(7, False), (0, True)]
     sidecar.run(lambda count: arms[count % 8])
     # The slower the machine, the fewer updates land in a wave.
@@ -265,7 +265,7 @@ def test_beside_eagle3_what_it_reads_is_collected(
     ]
     check_first_features(signals)
     assert drafted[0] > drafted[1] + 0.3
-    # EAGLE3's drafts say nothing of it.
+    # EAGLE3's drafts are no evidence about it.
     tried = [one.tried for one in signals]
     assert min(tried) == 0
     assert max(tried) > 0
@@ -307,7 +307,7 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
 ) -> None:
     family = psutil.Process(eagle3_pair.engine.process.pid).children(recursive=True)
     (trainer,) = [p for p in family if "engine_shim.sglang.training.trainer" in p.cmdline()]
-    # What nobody has judged goes with the trainer: these drafts judge what was learnt last.
+    # What was not judged goes with the trainer: these drafts judge what was learnt last.
     for number in (1, 2):
         eagle3_pair.wave(number, 1, plain_waves)
     os.kill(trainer.pid, signal.SIGKILL)
@@ -322,7 +322,7 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
 
 @pytest.mark.nightly
 def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Path) -> None:
-    """And begins with the drafter as it was loaded."""
+    """It also begins with the drafter as loaded."""
     variables = {
         **weights_variables(tmp_path),
         **MODES["overlapped"],

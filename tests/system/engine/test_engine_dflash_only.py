@@ -137,7 +137,7 @@ def test_when_the_block_fails_the_engine_goes_on(
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
             eventually(
-                lambda: any(r.lost for r in sidecar.requests), description="the loss is told"
+                lambda: any(r.lost for r in sidecar.requests), description="the loss is reported"
             )
     assert log.count("DFlash no longer drafts") == 1
     [loss] = next(request.lost for request in sidecar.requests if request.lost)

@@ -85,7 +85,7 @@ def engine(
     mode: str, sidecar: ScriptedSidecar, waits: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     key = tmp_path_factory.mktemp("key") / "key"
-    key.write_text("of no one but this engine\n")
+    key.write_text("of this engine alone\n")
     variables = {
         **sidecar.variables,
         **MODES[mode],
@@ -166,7 +166,7 @@ def test_without_drafts_first_tokens_are_compared_with_what_is_decoded(
 ) -> None:
     """They agree where a draft of one token would have been accepted.
 
-    But for one, or one in thirty: where two tokens are as good as equal, rounding decides.
+    But for one, or one in thirty: where two tokens are almost equally likely, rounding decides.
     """
     _, reports = play(engine, sidecar, lambda _: (1, False, 0), PROMPTS[:1], LENGTHS[:1])
     accepted = accepted_by_context(reports, "eagle3", 1)
@@ -374,7 +374,7 @@ def test_a_request_that_must_not_be_drafted_for_is_a_group_of_its_own(
         assert (none.gamma, list(none.accepted_counts)) == (0, [1])
         check_counts(report, rows=1)
     alone = [report for report in reports if report.batch_size == 1]
-    # It goes on alone for longer than the other one, at any draft length one token a step.
+    # It continues alone for longer than the other one, at any draft length one token a step.
     assert all(report.accepted_counts[0] == 1 for report in alone[-5:])
 
 

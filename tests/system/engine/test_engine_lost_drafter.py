@@ -222,7 +222,7 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
             assert [answer.tokens for answer in answers] == plain["batch"]
             log = engine.log.read_text()
             eventually(
-                lambda: any(r.lost for r in sidecar.requests), description="the loss is told"
+                lambda: any(r.lost for r in sidecar.requests), description="the loss is reported"
             )
     assert {report.drafter for report in reports} == {"eagle3"}
     assert log.count("DFlash no longer drafts; the engine continues with its own drafter") == 1

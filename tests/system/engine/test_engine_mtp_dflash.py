@@ -161,7 +161,7 @@ def test_the_predictor_drafts_what_its_student_would_whoever_drafted_before(
         truth = tokens[0, context + 1 : context + 4]
         wrong += live[context] != int((chain == truth).int().cumprod(0).sum())
     assert len(contexts) > 10
-    # Where two tokens are as good as equal, rounding decides.
+    # Where two tokens are almost equally likely, rounding decides.
     assert wrong <= len(contexts) // 30
 
 

@@ -97,7 +97,7 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     acceptance_share = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
     print(f"EAGLE3, first drafts that agree by window: {acceptance_share}")
     assert acceptance_share[EVERYTHING] > 0.97
-    # A window sees less, and drafts otherwise now and then: this is what the test can tell apart.
+    # A window sees less, and drafts otherwise occasionally: this is what the test can tell apart.
     assert acceptance_share[48] < acceptance_share[EVERYTHING]
 
 
@@ -242,7 +242,7 @@ def test_updates_that_do_harm_are_taken_back(
                     break
             assert online(engine)["restored"] > 0
             assert "the last good weights are restored" in engine.log.read_text()
-            # And with what is good now, drafting is as good as it was.
+            # And with what is good now, drafting is worth what it was.
             sidecar.stride = 0
             run_until_heard(engine, sidecar, lambda _: (3, False))
             wave(engine, WAVES[1])

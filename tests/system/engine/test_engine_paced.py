@@ -63,7 +63,7 @@ def log_of(folder: Path) -> Path:
 
 
 def ended(folder: Path, begin: int, requests: int) -> LogPart:
-    """The log from an offset on, once so many requests have ended in it."""
+    """The log from an offset on, once `requests` requests have ended in it."""
 
     def last_log_part() -> LogPart | None:
         part = read_log(log_of(folder), begin)

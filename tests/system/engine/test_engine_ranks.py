@@ -73,7 +73,7 @@ PROMPTS = [
 ]
 LENGTHS = [25, 45, 35, 30][: len(PROMPTS)]
 LONG = [WAVE_LENGTH] * len(WAVES[0])
-# Of the waves, so many are played here.
+# The number of waves that are played here.
 WAVES_PLAYED = 2
 # The drafter that knows all domains, as a version of the one that knows code only.
 EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
@@ -229,7 +229,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     finally:
         sidecar.lease_ms = 60_000
         sidecar.answer = answer
-    # The last plan goes on for the grace, and then the engine flies alone; until the agent, which
+    # The last plan lasts for the grace, and then the engine runs alone; until the agent, which
     # hears nothing, begins a new session, with a plan, and so on.
     assert (planned, own) in pairwise(ran)
     assert set(ran) == {planned, own}
@@ -447,7 +447,7 @@ def test_when_the_trainer_has_gone_all_ranks_serve_the_last_good_weights(
     os.kill(trainer.pid, signal.SIGKILL)
     wait_for_status(engine, "online", "state", "the trainer has ended with status -9")
     wave(engine, 1, plain_waves)
-    # What nobody has judged yet is taken back.
+    # What was not judged yet is taken back.
     last = [
         load_trained(served),
         *([join_ranks(served, "good")] if (served / "good0.pt").exists() else []),

@@ -26,7 +26,7 @@ def last_words(
     folder: Path, arguments: Sequence[str], sabotage: str = "", mode: str = "eager", **settings: str
 ) -> str:
     """What a server prints that ends by itself, with an error.  settings: SPECULATION_*."""
-    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}", **MODES[mode]}
+    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'absent.sock'}", **MODES[mode]}
     variables |= {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
     if sabotage:
         plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
@@ -82,7 +82,7 @@ def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_drafter_whose_graphs_cannot_be_captured(tmp_path: Path, *, alone: bool) -> None:
-    """What a failed capture leaves behind is unknown, so nobody is served on top of it."""
+    """What a failed capture leaves behind is unknown, so no request is served on top of it."""
     settings = {} if alone else {"dflash_model_path": str(DFLASH)}
     arguments = DFLASH_ONLY if alone else EAGLE3
     words = last_words(tmp_path, arguments, "break_block_capture", "graphs", **settings)

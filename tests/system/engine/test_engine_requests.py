@@ -175,11 +175,11 @@ def test_who_hangs_up_or_is_aborted_disturbs_nobody(
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(last["output_ids"]) < 1500
     for answer in [*begun, last]:
-        # The prompt is the chunked one, whose answer is longer or shorter than what came of it.
+        # The prompt is the chunked one, whose answer is longer or shorter than before.
         known = decoded.answers["chunked prefill"][3]["output_ids"]
         assert all(one == other for one, other in zip(answer["output_ids"], known, strict=False))
     check_same(stayed[0], expected)
-    # Nobody reads the rest of the other one: without its abort it would go on for a while.
+    # The rest of the other one is not read: without its abort it would continue for a while.
     eventually(
         lambda: engine.count_running() == 0, timeout_seconds=60.0, description="nothing runs"
     )
@@ -296,7 +296,7 @@ def test_what_lies_behind_the_end_of_an_answer_shows_nothing(
     assert censored[2] == sum(counts.sequences_by_length[2:])
 
 
-# Answers of so many tokens, each sampling so often, in so many requests of each at once.
+# Tokens of an answer, answers of each sampling, and requests of each at once.
 LENGTH, COUNT, ROUND = 4, 900, 90
 # About one run in 30,000 fails although all is well: the tail of the G-test is a little heavier.
 ALPHA = 1e-5

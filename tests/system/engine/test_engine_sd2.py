@@ -128,7 +128,7 @@ def test_drafts_are_the_students_also_after_a_sleep(
         unsteered += accepted != run(by_steering=False)
         compared += 1
     assert compared > 20
-    # Where two tokens are as good as equal, rounding decides.
+    # Where two tokens are almost equally likely, rounding decides.
     assert wrong <= compared // 25
     # And it is the steering that makes them so.
     assert unsteered > wrong + compared // 10

@@ -115,7 +115,7 @@ def test_a_drafter_that_names_no_layers_reads_the_default_ones(tmp_path: Path) -
     named = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}
     draft = edited(tmp_path / "draft", MODELS / "draft-mixed", eagle_config=named)
     flags = (*DEEP, *EAGLE3[:2], "--speculative-draft-model-path", str(draft))
-    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
+    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'absent.sock'}"}
     with running_engine(tmp_path, flags, nobody) as engine:
         (answer,) = engine.generate([list(range(5, 40))], [16])
     assert len(answer.tokens) == 16
@@ -125,7 +125,7 @@ def test_a_drafter_that_names_no_layers_reads_the_default_ones(tmp_path: Path) -
 def test_a_drafter_under_the_wrong_algorithm_serves_and_the_log_says_so(tmp_path: Path) -> None:
     flags = ("--speculative-algorithm", "EAGLE", *EAGLE3[2:])
     (obstacle,) = obstacles(answer(tmp_path, flags)).values()
-    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
+    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'absent.sock'}"}
     with running_engine(tmp_path, flags, nobody) as engine:
         assert obstacle in engine.log.read_text()
 

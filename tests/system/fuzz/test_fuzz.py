@@ -1,4 +1,4 @@
-"""Every target: what is right, what once did harm, and some new inputs.  Hours: `make fuzz`."""
+"""Every target: what is right, what once failed, and some new inputs.  Hours: `make fuzz`."""
 
 from pathlib import Path
 

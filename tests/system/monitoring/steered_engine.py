@@ -1,4 +1,4 @@
-"""An engine of this test's own on a real link: it runs what it is told, on a made-up machine."""
+"""An engine of this test's own on a real link: it runs the plan's arm, on a made-up machine."""
 
 import random
 from collections import Counter

@@ -262,7 +262,7 @@ def test_every_alert_is_evaluated_without_an_error(stage: Stage):
 
 def test_a_sidecar_and_an_engine_that_are_well_raise_no_alert(stage: Stage):
     alerts = stage.prometheus.api("alerts")["alerts"]
-    # What holds now, and would have to hold for longer, is none yet.
+    # What holds now, and would have to hold for longer, is not one yet.
     assert [alert for alert in alerts if alert["state"] == "firing"] == []
 
 

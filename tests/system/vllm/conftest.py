@@ -1,4 +1,4 @@
-"""Tests of the real vLLM, which are skipped where it is not installed, and say so."""
+"""Tests of the real vLLM, which are skipped where it is not installed, with that reason."""
 
 from pathlib import Path
 

@@ -97,7 +97,7 @@ def test_another_one_has_every_length_prepared(outcomes: dict[str, str], case: s
     assert json.loads(outcomes[case]) == [[1, 13, 7], [14, 14, 3], [15, 15, 1], [16, 16, 0]]
 
 
-# vLLM logs an error of a plugin's import and goes on; this one's import cannot fail, and the rest
+# vLLM logs an error of a plugin's import and continues; this one's import cannot fail, and the rest
 # of it is imported where an error counts.
 BROKEN = """
 import sys
@@ -105,14 +105,14 @@ sys.modules["engine_shim.vllm.steered_scheduler"] = None
 sys.modules["engine_shim.vllm.configuration"] = None
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-print("it goes on")
+print("it continues")
 """
 
 
 def test_an_import_error_inside_the_plugin_ends_the_start() -> None:
     done = run("-c", BROKEN)
     assert done.returncode != 0
-    assert "it goes on" not in done.stdout
+    assert "it continues" not in done.stdout
     assert "speculation-controller: the engine does not start: ModuleNotFoundError" in done.stderr
 
 
@@ -125,15 +125,15 @@ from vllm.config import VllmConfig
 hooked = VllmConfig.__post_init__
 register()
 assert VllmConfig.__post_init__ is hooked
-print("it goes on")
+print("it continues")
 """
 
 
 def test_a_process_may_load_the_plugin_twice() -> None:
     done = run("-c", TWICE)
-    assert done.stdout.strip().endswith("it goes on"), done.stderr[-2000:]
+    assert done.stdout.strip().endswith("it continues"), done.stderr[-2000:]
 
 
 def test_without_a_sidecar_nothing_is_hooked() -> None:
     done = run("-c", BROKEN, SPECULATION_SIDECAR="")
-    assert done.stdout.strip().endswith("it goes on"), done.stderr[-2000:]
+    assert done.stdout.strip().endswith("it continues"), done.stderr[-2000:]

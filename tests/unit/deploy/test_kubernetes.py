@@ -271,7 +271,7 @@ def test_only_who_must_gets_in_and_out(
     assert out.keys() == {53} | ({6379, 26379} if overlay == "fleet" else set())
     for peers in (*into.values(), *out.values()):
         assert peers
-    # The port has administrative routes: nobody gets in by being in some namespace.
+    # The port has administrative routes: no pod gets in by being in some namespace.
     for peer in into[30000]:
         assert peer["podSelector"]["matchLabels"] == {"speculation-client": "true"}
     (prometheus,) = into[settings.metrics_port]

@@ -58,7 +58,7 @@ class Step:
             try:
                 yield process
             finally:
-                with suppress(ProcessLookupError):  # it left nobody behind
+                with suppress(ProcessLookupError):  # it left no process behind
                     os.killpg(process.pid, signal.SIGKILL)
 
     @property

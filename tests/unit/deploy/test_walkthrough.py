@@ -23,7 +23,7 @@ def test_the_walk_through_by_hand_works(tmp_path: Path):
     """The sidecar and all commands are real; in SGLang's place there is an engine that is quick."""
     path = commands_on_path(tmp_path / "bin")
     stands_in = tmp_path / "bin" / "sglang"
-    # It outlives nobody: `kill "$engine"` ends it.
+    # It does not outlive the test: `kill "$engine"` ends it.
     stands_in.write_text('#!/bin/sh\nenv | grep ^SPECULATION_ >"$SEEN"\nexec sleep 600\n')
     stands_in.chmod(0o755)
     script = by_hand()

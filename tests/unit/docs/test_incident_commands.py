@@ -41,7 +41,7 @@ def test_they_do_what_they_say(tmp_path: Path) -> None:
                 ]  # fmt: skip
             done = controller(*asked, environment={"CONTROLLER_ADDRESS": sidecar.address})
             if words[0] == "doctor":
-                # There is no SGLang here, and it says so; nothing else is wrong.
+                # There is no SGLang here, and the output reports it; nothing else is wrong.
                 failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
                 assert [line.split(":")[0].split(maxsplit=1)[1] for line in failed] == [
                     "engine HTTP"

@@ -1,4 +1,4 @@
-"""scripts/readmes.py, a part of `make check`, finds what package READMEs lack or name in vain."""
+"""scripts/readmes.py, a part of `make check`, finds what package READMEs lack or name wrongly."""
 
 import subprocess
 import sys

@@ -264,7 +264,7 @@ def test_a_job_at_its_limit_is_killed_with_all_it_started_and_leaves_its_results
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that nobody has waited for yet does not."""
+    """Whether the process runs; one that was not waited for yet does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

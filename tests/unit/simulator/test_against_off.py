@@ -56,7 +56,7 @@ def test_an_arm_is_worth_its_expected_tokens_for_its_true_cost():
     comparison = played(small(), StaticPolicy(surface().arms, 2))
     seconds = surface().seconds[:, 4]
     tokens = 1 + 0.5 + 0.25 + 0.125
-    # The context term is small here; requests end within a draft now and then.
+    # The context term is small here; requests end within a draft occasionally.
     assert comparison.overall == pytest.approx(tokens * seconds[0] / seconds[2], rel=0.04)
     assert comparison.worst == pytest.approx(comparison.overall, rel=1e-3)
 

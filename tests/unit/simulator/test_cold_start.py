@@ -1,4 +1,4 @@
-"""Without a profile on an unknown device: cautious at first, and soon as good as it gets.
+"""Without a profile on an unknown device: cautious at first, and soon near the optimum.
 
 A run of this length takes seconds, so that these are the cells that are hardest and most common;
 `controller simulate --suite cold-start` runs all.

@@ -1,4 +1,4 @@
-"""The engine does what it is told, counts what it does, and treats every policy alike."""
+"""The engine does what the policy chooses, counts what it does, and treats every policy alike."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def closed(batch=4, tokens=2000, **changes):
 
 
 class Recorder:
-    """Runs one arm, or what a list says, and keeps what it is told."""
+    """Runs one arm, or what a list says, and keeps the reports."""
 
     def __init__(self, arms=(2,), asleep=True):
         self.arms, self.asleep, self.records, self.known_at = arms, asleep, [], []
@@ -424,7 +424,7 @@ def test_a_clairvoyant_policy_is_shown_what_runs_and_what_a_drafter_has_missed()
     assert [there.segment for there in seer.shown] == [0, 0, 0, 1, 1, 1]
     assert [there.kv_tokens for there in seer.shown] == [20, 22, 22, 24, 10, 11]
     missed = [there.catch_up_seconds[0] for there in seer.shown]
-    # Nobody drafts: every step adds its tokens, and a drafter reads no more than what is there.
+    # No drafter runs: every step adds its tokens, and a drafter reads no more than what is there.
     assert missed == pytest.approx([0, 2e-4, 4e-4, 6e-4, 8e-4, 9e-4])
 
 

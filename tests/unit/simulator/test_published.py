@@ -160,7 +160,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(call):
     ("call", "fault"),
     [
         (lambda: published.published_surface(QWEN, [17]), "no drafter of it drafts 17"),
-        (lambda: published.published_surface(LLAMA, [-1]), "are not all in 0..64"),
+        (lambda: published.published_surface(LLAMA, [-1]), r"are not all in \[0, 64\]"),
         (lambda: published.published_surface(LLAMA, max_batch_size=0), "max_batch_size 0"),
         (lambda: published.measured_batch_sizes(LLAMA, -1), "draft length of -1"),
         (lambda: published.measured_batch_sizes(QWEN, 17), "draft length of 17"),

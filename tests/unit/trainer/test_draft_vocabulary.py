@@ -53,7 +53,7 @@ def test_it_drafts_what_the_whole_one_would_among_its_tokens(target: Qwen3Target
         kept = torch.full_like(all_of_it, -torch.inf)
         kept[..., TOKENS] = all_of_it[..., TOKENS]
         assert torch.equal(pruned.drafted_tokens(part), kept.argmax(-1))
-    # A server goes on from the target's ids, too.
+    # A server continues from the target's ids, too.
     drafts = pruned.greedy_chain(features, tokens[:, :17], 4)
     assert set(drafts.flatten().tolist()) <= set(TOKENS.tolist())
 

@@ -81,7 +81,7 @@ def test_it_writes_a_drafter_that_is_nearer_to_the_target(
     assert draft.shape.family.architecture == "LlamaForCausalLM"
     assert not draft.shape.tied
     assert [path.name for path in out.parent.iterdir()] == ["steered"]
-    # And goes on from there, on other texts.
+    # It continues from there, on other texts.
     again = {**models, "drafter": out, "out": tmp_path / "again"}
     assert ran(monkeypatch, again, "--frozen", "--offsets", "blocked") == 0
     continued = load_sd2(tmp_path / "again")

@@ -89,7 +89,7 @@ def test_an_imported_version_contends(place: Place):
     # What a weak round has made from the base is not as good as what was imported.
     assert ended.version == 2
     assert ended.alpha_eval > ended.alpha_before
-    # Once it serves, it contends no more.
+    # Once it serves, it no longer contends.
     assert list(place.attendant._imported_versions(2)) == []
 
 

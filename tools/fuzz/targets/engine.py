@@ -1,4 +1,4 @@
-"""What the engine's side reads: packets, plans, its settings, signals, versions, its trainer."""
+"""The inputs of the engine's side: packets, plans, its settings, signals, versions, its trainer."""
 
 import json
 import struct
@@ -108,7 +108,7 @@ def _plans() -> Sequence[bytes]:
 
 
 def _read_plan(data: bytes) -> None:
-    """From the sidecar to the engine."""
+    """Reads a plan from the sidecar as the engine does."""
     try:
         message = plan_pb2.Plan.FromString(data)
     except DecodeError as error:  # gRPC refuses it
@@ -210,7 +210,7 @@ def _messages() -> Sequence[bytes]:
     return [
         Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
         Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
-        Message(MessageKind.REFUSED, text="the loss is no number").encode(),
+        Message(MessageKind.REFUSED, text="the loss is not a number").encode(),
     ]
 
 

@@ -1,7 +1,7 @@
 """Every method of a sidecar that really serves: what a client can send, and what may come back.
 
 An input is one request, or several for a method that takes a stream.  `SESSION` in it stands for
-the session of an engine that is introduced anew before each input.
+the session of an engine that is introduced again before each input.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tools.fuzz.target import Feed, Target
 SECRET = "of engine-0"
 SESSION = "0" * 32
 REQUEST_ID = "11111111-2222-4333-8444-555555555555"
-# A sidecar's answer takes no such time; a watch that was let go on is ended then.
+# A sidecar's answer takes no such time; a watch that was kept open is ended then.
 _ANSWER_SECONDS = 15.0
 _WATCH_SECONDS = 0.02
 _ENDLESS = {"WatchOverrides", "Watch"}
@@ -117,14 +117,14 @@ class _ServedSidecar:
         return str(answer.session_id)
 
     def push_profile(self) -> None:
-        """So that there is one to get."""
+        """Pushes a profile that inputs can get."""
         request = service_pb2.PushProfileRequest(profile_json=make_profile().to_json())
         self.operators.unary_unary("/speculation.v1.ProfilingService/PushProfile")(
             request.SerializeToString(), timeout=_ANSWER_SECONDS
         )
 
     def override(self) -> None:
-        """So that there is one to get or to clear."""
+        """Sets an override that inputs can get or clear."""
         override = _override(gamma=1)
         override.override_id = "pin-0"
         with contextlib.suppress(grpc.RpcError):  # its id is taken for a while once it was cleared
@@ -149,7 +149,7 @@ class _ServedSidecar:
 
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[_ServedSidecar]:
-    """With what the table's settings leave out."""
+    """Serves with the settings of the table, without rate limits."""
     # Rate limits are not tested here.
     with mock.patch.object(guard, "LIMITS", _UNLIMITED):
         served = _ServedSidecar(folder, settings)

@@ -1,4 +1,4 @@
-"""What the hand-off to SpecForge reads: drafters that come back, and targets."""
+"""The inputs of the hand-off to SpecForge: drafters that come back, and targets."""
 
 from collections.abc import Callable
 from functools import partial

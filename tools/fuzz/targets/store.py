@@ -1,4 +1,4 @@
-"""What the override store keeps on disk, or finds there: database, mirror, shelf."""
+"""The files that the override store reads: database, mirror, shelf."""
 
 import asyncio
 import hashlib

@@ -187,7 +187,7 @@ def test_a_terminal_shows_whole_names_and_no_line_is_too_long(
         rows = [
             line.strip("\u2502").split("\u2502") for line in shown.splitlines() if "\u2502" in line
         ]
-        # Where a cell goes on in the next line, it does so in its column.
+        # Where a cell continues in the next line, it does so in its column.
         columns = ["".join(cell.strip() for cell in column) for column in zip(*rows, strict=False)]
         for name in names:
             assert name in shown or any(name in column for column in columns), f"{command}: {name}"

@@ -126,7 +126,7 @@ def test_whatever_is_wrong_nothing_is_offered_and_nothing_is_said(
         listener.bind(str(tmp_path / "mute.sock"))
         listener.listen()
         address = {
-            "nobody": f"{tmp_path}/nobody.sock", "mute": f"{tmp_path}/mute.sock",
+            "nobody": f"{tmp_path}/absent.sock", "mute": f"{tmp_path}/mute.sock",
             "no address": "nonsense", "no token": "127.0.0.1:1",
         }[kind]  # fmt: skip
         monkeypatch.setenv("CONTROLLER_ADDRESS", address)

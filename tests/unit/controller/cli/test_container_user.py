@@ -76,7 +76,7 @@ LINES: list[tuple[str, Exit]] = [
 def test_every_command_works_for_a_user_without_name_home_and_place_to_write(tmp_path: Path):
     namespaces = ["unshare", "--mount", "--propagation", "private"]
     if not shutil.which("setpriv") or os.getuid() != 0:
-        pytest.skip("only root can be somebody else")
+        pytest.skip("only root can be another user")
     if subprocess.run([*namespaces, "true"], check=False).returncode:
         pytest.skip("no mount namespace can be made here")
     os.chown(tmp_path, NAMELESS, NAMELESS)

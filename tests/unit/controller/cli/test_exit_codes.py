@@ -71,8 +71,8 @@ CASES: list[tuple[str, Exit, str]] = [
     ("override watch --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("SET --fleet --off", Exit.DONE, "the allowed choices change"),
     ("SET --fleet --off --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
-    ("SET --fleet --gamma 99", Exit.USAGE, "gamma 99 is outside 0..64"),
-    ("SET --fleet --at-least 99", Exit.USAGE, "gamma_min 99 is outside 0..64"),
+    ("SET --fleet --gamma 99", Exit.USAGE, "gamma 99 must be in [0, 64]"),
+    ("SET --fleet --at-least 99", Exit.USAGE, "gamma_min 99 must be in [0, 64]"),
     ("SET --fleet --gamma -1", Exit.USAGE, "--gamma"),
     ("SET --fleet --off --ttl 0s", Exit.USAGE, "ttl_seconds 0"),
     ("SET --fleet --off --ttl 90d", Exit.USAGE, "at most 604800"),
@@ -264,7 +264,7 @@ def test_every_command_that_asks_a_sidecar_is_tested_with_a_socket_that_may_not_
 
 @pytest.fixture
 def mute(tmp_path: Path) -> Iterator[socket.socket]:
-    """Listens, and never says anything; nobody else's call waits there."""
+    """Listens, and never says anything; no other caller's call waits there."""
     path = tmp_path / "controller.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -330,10 +330,10 @@ def test_an_argument_that_is_no_text_is_a_usage_error(
 
 @pytest.fixture
 def shut() -> Iterator[Path]:
-    """A socket on which somebody serves, and which only root's group may open."""
+    """A socket on which a server listens, and which only root's group may open."""
     if os.getuid() != 0:
-        pytest.skip("only root can be somebody else")
-    # Everybody may enter the directories above: those of pytest are root's alone.
+        pytest.skip("only root can be another user")
+    # Every user may enter the directories above: those of pytest are root's alone.
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         path = Path(folder) / "controller.sock"
         path.parent.chmod(0o755)

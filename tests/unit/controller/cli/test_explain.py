@@ -233,13 +233,13 @@ def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):
 
 
 def test_an_engine_that_is_not_there_is_named(sidecar: SidecarProcess):
-    result = controller("explain", "nobody", "--address", sidecar.address)
+    result = controller("explain", "absent", "--address", sidecar.address)
     assert result.returncode == Exit.NOT_INTRODUCED
-    assert "no engine 'nobody' has a session; introduced: measured, prior" in result.stderr
+    assert "no engine 'absent' has a session; introduced: measured, prior" in result.stderr
 
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
-    result = controller("engines", "--address", f"unix:{tmp_path}/nobody.sock")
+    result = controller("engines", "--address", f"unix:{tmp_path}/absent.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
     assert "Traceback" not in result.stderr

@@ -37,7 +37,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             linked_engine(one.address, "pod-1"),
             linked_engine(two.address, "pod-2"),
         ):
-            # A sidecar may have told the other one of its engine before its stream was open.
+            # A sidecar may have reported its engine to the other one before its stream was open.
             command = ("engines", "--fleet", "-o", "name", "--filter", "link=waiting")
             eventually(
                 lambda: controller(*command, "--address", one.address).stdout.split() == BOTH,
@@ -67,7 +67,7 @@ def test_each_form_lists_both_engines(address: str, command: tuple[str, ...]):
     assert (document["api_version"], document["kind"]) == ("speculation.v1", "FleetEngineList")
     assert [item["engine_id"] for item in document["items"]] == BOTH
     assert [item["local"] for item in document["items"]] == [True, False]
-    # Zeros are said: a program counts them.
+    # Zeros are printed: a program counts them.
     assert {item["batch_size"] for item in document["items"]} == {0}
     assert (document["totals"]["engines"], document["totals"]["off"]) == (2, 0)
     assert asked("-o", "name").split() == BOTH

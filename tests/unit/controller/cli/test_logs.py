@@ -120,13 +120,13 @@ def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
         grpc.insecure_channel(sidecar.address) as channel,
     ):
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
-        # Its own id is free: nobody has introduced an engine under it.
+        # Its own id is free: no engine was introduced under it.
         for number in range(1, 1501):
             request = service_pb2.IntroduceRequest(engine=engine_message(f"engine-{number}"))
             stub.Introduce(request, timeout=PATIENCE_SECONDS)
         assert UnaryEngine(channel).run(10).epoch
         assert sidecar.process.stderr is not None
-        # It is read again: what was lost is said, and what comes then is there.
+        # It is read again: what was lost is reported, and what comes then is there.
         lines = (json.loads(text) for text in sidecar.process.stderr)
         event_counts = Counter[str]()
         for line in lines:

@@ -174,7 +174,7 @@ def test_at_80_columns_top_has_the_batch_and_the_draft_length_and_lists_whole_id
     assert _ENGINES.columns[0].priority == 0
 
 
-# Commands of a terminal of 7 and of 8 bits, text that turns around, line ends that are none of
+# Commands of a terminal of 7 and of 8 bits, text that turns around, line ends that are not
 # ours, half a character, an invisible one beyond 16 bits, and deletion.
 HOSTILE = "a\x1b[2J\x9b31m\x85\u202eb\u2066\u200b\u2028\ufeff\ud800\U000e0041\x7f\rc\nd\tγ"
 

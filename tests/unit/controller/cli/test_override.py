@@ -200,7 +200,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         (["--fleet", "--off", "--batch", "many"], "8-32"),
         (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
         (["--fleet", "--regime", "online"], "online:STRIDE"),
-        (["--fleet", "--gamma", "99"], "gamma 99 is outside 0..64"),
+        (["--fleet", "--gamma", "99"], "gamma 99 must be in [0, 64]"),
         (
             ["--fleet", "--tpot-max-ms", "0"],
             "tpot_max_seconds 0: a time per output token",
@@ -362,7 +362,7 @@ def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
 
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
-    result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
+    result = controller("override", "list", "--address", f"unix:{tmp_path}/absent.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
     assert "If it uses another address, set CONTROLLER_ADDRESS" in result.stderr

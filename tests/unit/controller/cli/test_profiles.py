@@ -95,7 +95,7 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
         (["pull", "0123456789abcdef"], 13, "is in the store"),
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
-        (["pull", "--engine", "nobody"], 6, "no engine 'nobody'"),
+        (["pull", "--engine", "absent"], 6, "no engine 'absent'"),
         (["push", "BROKEN"], 2, "is not a valid profile"),
         (["merge", "BROKEN", "--output", "x"], 2, "is not a valid profile"),
     ],

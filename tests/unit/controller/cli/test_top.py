@@ -108,7 +108,7 @@ def test_it_shows_the_engine_live_and_survives_the_sidecars_restart(tmp_path: Pa
             top.process.send_signal(signal.SIGINT)
             eventually(lambda: top.raw and top.process.poll() is not None)
             assert top.process.returncode == Exit.DONE
-        # The terminal is given back as it was: the first screen, and its cursor.
+        # The terminal is restored: the first screen, and its cursor.
         assert "\x1b[?1049l" in top.raw
         assert "\x1b[?25h" in top.raw
 
@@ -173,7 +173,7 @@ async def test_a_sidecar_that_stops_in_the_middle_of_a_call_is_away(
             raise AssertionError((request, context))
 
     service_pb2_grpc.add_InspectionServiceServicer_to_server(
-        Slow(),  # type: ignore[abstract]  # nobody calls the others
+        Slow(),  # type: ignore[abstract]  # the others are not called
         server,
     )
     address = f"unix:{tmp_path}/slow.sock"
@@ -215,7 +215,7 @@ def test_a_stream_has_a_document_a_line_and_waits_for_the_sidecar(
 
 
 def test_without_a_sidecar_it_says_so(tmp_path: Path):
-    result = controller("top", "--address", f"unix:{tmp_path}/nobody.sock")
+    result = controller("top", "--address", f"unix:{tmp_path}/absent.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "no sidecar answers" in result.stderr
 

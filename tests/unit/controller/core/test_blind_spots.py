@@ -1,7 +1,7 @@
 """Situations in which simpler rules were once better: the core is driven directly, step by step.
 
 Every ratio is the time that the best arm of each step would have taken (an oracle by exact batch,
-context and traffic) over the time that was taken, by expected tokens: luck counts for nothing.
+context and traffic) over the time that was taken, by expected tokens: luck has no weight.
 """
 
 import math

@@ -111,7 +111,7 @@ def test_nor_does_one_of_any_size_at_any_batch(profile_error, factor):
             assert share > 0.95 * undisturbed, f"step {step} at {batch_size}"
 
 
-# With the seeds 15, 22 and 31, drafting once ended for good.
+# With the seeds 15, 22 and 31, drafting once ended permanently.
 @pytest.mark.parametrize(
     ("profile_error", "batch_size", "acceptance"), [(None, 1, CODE), (None, 16, CODE), PLACES[3]]
 )

@@ -357,7 +357,7 @@ async def test_a_sidecar_behind_tls_is_asked_with_what_the_environment_names(
 
 @contextmanager
 def linked(address: str) -> Iterator[EngineLink]:
-    """A real agent, and an engine that runs a step now and then."""
+    """A real agent, and an engine that runs a step occasionally."""
     spec = engine_message("pod-7")
     spec.fingerprint.shim_version = controller.__version__
     link = EngineLink.start(spec, LinkSettings(sidecar=address), startup_gamma=1)

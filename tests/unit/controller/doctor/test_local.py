@@ -14,7 +14,7 @@ NOBODY = 65_534
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may do everything: a test of what may not be done is somebody else's."""
+    """Root may do everything: a test of what may not be done needs another user."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(NOBODY)
@@ -27,7 +27,7 @@ def as_nobody() -> Iterator[None]:
 
 @pytest.fixture
 def public(tmp_path: Path) -> Iterator[Path]:
-    """A directory that anybody may enter, and nobody but us write to."""
+    """A directory that every user may enter, and only this one may write to."""
     # Tests beside each other have a directory more.
     for parent in (tmp_path, *tmp_path.parents):
         if not parent.stat().st_mode & 0o001:

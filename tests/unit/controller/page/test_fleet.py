@@ -103,7 +103,7 @@ def test_a_filter_narrows_rows_and_totals_and_a_bad_one_is_explained(fleet: Page
     filter_by(fleet, "colour=red")
     fleet.wait_until(f"{FILTER}.ariaInvalid === 'true'")
     assert "colour" in fleet.value("matches.textContent")
-    # The refusal is all that the console has to tell of the fleet.
+    # The refusal is all that the console reports about the fleet.
     assert ["status of 400" in problem for problem in fleet.problems] == [True]
     fleet.problems.clear()
     filter_by(fleet, "no-such-engine")

@@ -1,4 +1,4 @@
-"""A pass of the drafter is told from the tokens that it reads."""
+"""A pass of the drafter is recognised by the tokens that it reads."""
 
 from dataclasses import replace
 

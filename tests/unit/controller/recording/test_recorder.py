@@ -34,7 +34,7 @@ from tests.support.service_harness import wait_until
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments that are full after some steps, and written when a test says so."""
+    """Segments that are full after some steps, and written when a test demands it."""
     monkeypatch.setattr(ring_module, "SEGMENT_BYTES_MIN", 6_000)
     monkeypatch.setattr(module, "_ROUND_SECONDS", 3600.0)
 
@@ -102,7 +102,7 @@ def test_what_does_not_fit_the_queue_is_a_marked_gap(tmp_path, small, monkeypatc
 
 
 class FullDisk:
-    """Stands where `os.write` does, and is full after so many bytes."""
+    """Stands where `os.write` does, and is full after `size` bytes."""
 
     def __init__(self) -> None:
         self.room: int | None = None
@@ -226,7 +226,7 @@ def test_overrides_are_kept_with_their_ends(tmp_path):
 
 
 def test_half_folded_is_lost(tmp_path, monkeypatch):
-    """A step that breaks the core in the middle cannot be done again: the record says so."""
+    """A step that breaks the core in the middle cannot be done again: the record states it."""
     with recorder(tmp_path) as live_recorder:
         running = engine(live_recorder)
         running.run(30)

@@ -1,4 +1,4 @@
-"""A segment's bytes: whatever happens to them, what is whole before it is read, and no more."""
+"""A segment's bytes: whatever happens to them, only what is whole before it is read."""
 
 import contextlib
 import struct

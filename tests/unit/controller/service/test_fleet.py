@@ -346,7 +346,7 @@ async def test_what_one_access_entry_has_told_does_not_displace_what_another_has
             running.sidecar._fleet_estimates.publish(running.sidecar.registry.find_by_engine(name))
 
         await learns("a", "honest-0", 3)
-        # Many engines that nobody knows tell the opposite.
+        # Many unknown engines report the opposite.
         for number in range(20):
             await learns("b", f"evil-{number}", 0)
         for token, name in (("a", "honest-1"), ("b", "evil-x")):

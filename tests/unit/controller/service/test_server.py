@@ -212,7 +212,7 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
                 )
 
         flooding = asyncio.create_task(flood())
-        # Every report is refused; the answers pile up until the sidecar reads no more.
+        # Every report is refused; the answers pile up until the sidecar stops reading.
         before, unsent = -1, 0
         while unsent < 256 or session.counters.rejected.total() > before:
             before = session.counters.rejected.total()

@@ -97,7 +97,7 @@ def test_what_kubernetes_says_about_a_service_of_such_a_name_is_no_setting(
         ({"max_engines": 0}, "max_engines: "),
         ({"max_message_bytes": 10**30}, "max_message_bytes: "),
         ({"planner": {"probe_shar": 0.1}}, "planner: .*unknown: probe_shar"),
-        ({"planner": {"probe_share": 2}}, r"planner: .*must lie in \[0, 1\)"),
+        ({"planner": {"probe_share": 2}}, r"planner: .*must be in \[0, 1\)"),
         ({"planner": {"lease_seconds": float("inf")}}, "planner: .*must be a finite number"),
         ({"planner": {"shift_z": float("nan")}}, "planner: .*must be a finite number"),
         ({"last_lease_seconds": 601}, "last_lease_seconds: "),
@@ -288,9 +288,9 @@ def test_the_environment_may_name_the_file(config: Path, monkeypatch: pytest.Mon
         ("planner: [1]", "planner: .*line 1"),
         ("planner:", "planner: .*line 1"),
         ("planner:\n  probe_share: x", "planner.probe_share: .*line 2"),
-        ("planner:\n  probe_share: 7", r"planner: .*must lie in \[0, 1\).*line 1"),
+        ("planner:\n  probe_share: 7", r"planner: .*must be in \[0, 1\).*line 1"),
         ("planner:\n  lease_seconds: .inf", "planner: .*must be a finite number"),
-        ("training: {margin: .nan}", "training: .*must lie in"),
+        ("training: {margin: .nan}", "training: .*must be in"),
     ],
 )
 def test_what_cannot_be_in_the_file_is_said_by_file_line_and_key(

@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["file", "redis"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer) -> Opened:
-    """Opens the store anew each time, upon the same content."""
+    """Opens the store again each time, upon the same content."""
     if request.param == "redis":
         with server.client() as client:
             client.flushall()

@@ -276,7 +276,7 @@ async def test_the_audit_keeps_the_newest_records_and_what_is_in_force(
     store = await opened(tmp_path)
     ended_by_id = {e.override_id: e.ended for e in await store.entries()}
     assert ended_by_id == {"kept": "", **{f"o{n}": "cleared" for n in range(15)}}
-    # Sequences go on from where they were, and an ended id is still taken.
+    # Sequences continue from where they were, and an ended id is still taken.
     entry = await store.write("new", "3", None, 0, ANN)
     assert entry.revision == 32
     with pytest.raises(ConflictError):

@@ -33,7 +33,7 @@ def cluster_node(folder: Path) -> Iterator[RedisServer]:
     options = {
         "--cluster-enabled": "yes",
         "--cluster-config-file": "nodes.conf",
-        # A node is told of a replica once that has had a ping, after ten seconds by default.
+        # A node learns of a replica once that has had a ping, after ten seconds by default.
         "--repl-ping-replica-period": "1",
         "--repl-diskless-sync-delay": "0",
     }
@@ -89,7 +89,7 @@ async def live(store: RedisStore) -> dict[str, Entry]:
 
 
 async def written(store: RedisStore, name: str) -> Entry:
-    """Tries as an operator does who is told that the store is away."""
+    """Tries as an operator does who reads that the store is away."""
     async with asyncio.timeout(120):
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Redis slow, gone, emptied, full, read-only: what is held goes on, and nothing is lost."""
+"""Redis slow, gone, emptied, full, read-only: held overrides stay in force, and nothing is lost."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ async def test_a_redis_that_comes_back_empty_gets_everything_back(
         for store in (one, two):
             assert store.health.ok
             assert (await live(store))["kept"].etag == kept.etag
-        # The id that had ended is still taken, and revisions go on from where they were.
+        # The id that had ended is still taken, and revisions continue from where they were.
         with pytest.raises(ConflictError):
             await two.write("ended", "2", 100.0, 0, ANN)
         fresh = await two.write("fresh", "3", 100.0, 0, ANN)
@@ -154,7 +154,7 @@ async def test_two_sidecars_see_each_others_changes_before_they_would_ask(server
 
 
 def listeners(client: redis.Redis) -> int:
-    """Stores that are told of changes."""
+    """Stores that are notified of changes."""
     return sum(count for _, count in client.pubsub_numsub(*client.pubsub_channels()))
 
 
@@ -237,7 +237,7 @@ async def test_cut_off_for_long_a_sidecar_does_not_bring_back_what_was_cleared(
         await other.clear("a", entry.revision, ANN)
     async with store_of(server, tmp_path / "cut") as (cut, _):
         assert await live(cut) == {}
-    # Away for longer than traces are kept: what Redis does not know any more is not put back.
+    # Away for longer than traces are kept: what Redis no longer knows is not put back.
     async with store_of(server, tmp_path / "old") as (old, _):
         await old.write("b", "1", None, 0, ANN)
     with server.client() as client:

@@ -85,7 +85,7 @@ async def test_with_a_key_of_the_wrong_type_nothing_is_changed_and_health_says_s
             await store.write("ghost", "1", 100.0, 0, ANN)
         with pytest.raises(StoreUnavailableError, match=f"{key} is a list.*nothing was changed"):
             await store.clear("held", held.revision, ANN)
-        # What is held stays in force, and nobody sees a ghost.
+        # What is held stays in force, and no caller sees a ghost.
         assert set(await live(store)) == {"held"}
         assert not well(store)
         assert f"{key} is a list" in store.health.detail
@@ -188,7 +188,7 @@ async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
         await store.blobs.put(GOODS, "aa", "01", "x")
         await store.blobs.put(GOODS, "aa", "02", "x")
         assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
-        # Put by somebody else while nobody puts anything.
+        # Written by a foreign client while no sidecar writes.
         junk: dict[Any, Any] = {
             "07": b"\xff", b"\xfe": "{}", "0a": '{"at": 1, "text": 5}', "not hex": "{}",
             "0b": '{"at": 1e300, "text": "x"}', "0c": '{"at": 1, "text": "\\ud800"}',

@@ -207,7 +207,7 @@ def test_a_killed_agent_is_replaced_and_the_engine_is_steered_all_along(
         assert not report(link, 1, before)
     eventually(lambda: link.choose(4).session != before.session)
     assert link.status().agent_starts == 2
-    # The report ran under the old session's plan, and says so.
+    # The report ran under the old session's plan, and names it.
     assert report(link, 2, before)
     [arrived] = eventually(lambda: sidecar.reports)
     assert (arrived.step, arrived.plan_session) == (2, before.session)

@@ -99,7 +99,7 @@ async def test_reports_that_the_engine_dropped_are_counted_and_losses_are_kept()
         engine.send(HELLO.SerializeToString())
         engine.send(REQUEST + SteerRequest(dropped_reports=5).SerializeToString())
         engine.send(REQUEST + SteerRequest(lost=[loss]).SerializeToString())
-        # No report comes like that, since nobody would look at it.
+        # No report comes like that, since it would not be read.
         engine.send(REQUEST + SteerRequest(reports=[StepReport(step=1)]).SerializeToString())
         engine.send(report(2))
         await port.introduction()

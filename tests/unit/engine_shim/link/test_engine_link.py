@@ -101,7 +101,7 @@ def test_the_plan_in_use_again_does_not_hide_a_newer_one():
         for again in (plan(2, 5, age_seconds=30), plan(1, 3)):
             agent.send(again)
         assert link.choose(4).gamma == 5
-        # By itself it is taken: its lease begins anew.
+        # By itself it is taken: its lease begins again.
         before = link.status().lease_seconds_left
         agent.send(plan(2, 5))
         assert link.choose(4).gamma == 5

@@ -1,4 +1,4 @@
-"""A sidecar that is broken or means harm: real agent process, real gRPC server."""
+"""A sidecar that is broken or hostile: real agent process, real gRPC server."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -142,7 +142,7 @@ def test_a_session_id_without_end_is_not_taken(sidecar: ScriptedSidecar):
     with steered_by(sidecar) as link:
         eventually(
             lambda: (link.receive(), link.status().sidecar is SidecarState.AWAY)[1],
-            description="told that the session is none",
+            description="the session is unknown",
         )
         assert link.choose(4).source is Source.SAFE_DEFAULT
         sidecar.session_id = ""

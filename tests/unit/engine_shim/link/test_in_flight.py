@@ -127,7 +127,7 @@ def test_so_many_messages_may_be_on_their_way_until_they_are_acknowledged():
     buffer = filled(6)
     stream = InFlightReports(buffer, "session-1", max_messages=2)
     full = []
-    # Of so many reports each; without any it is a sign of life, which takes no place.
+    # Of this number of reports each; without any it is a sign of life, which takes no place.
     for reports, acknowledged in ((1, 0), (0, 0), (2, 0), (0, 1), (1, 1), (0, 3), (0, 4)):
         stream.add_message(buffer.take_oldest(reports, 1000), 0)
         stream.acknowledged = Received(reports=acknowledged)

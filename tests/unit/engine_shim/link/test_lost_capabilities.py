@@ -64,7 +64,7 @@ def steers(link: EngineLink) -> bool:
 
 
 def list_reported_losses(sidecar: ScriptedSidecar) -> list[list[LostCapability]]:
-    """What the messages of all streams tell of, where they tell of anything."""
+    """The losses that the messages of all streams report."""
     return [list(request.lost) for request in list(sidecar.requests) if request.lost]
 
 
@@ -192,7 +192,7 @@ def test_an_agent_that_comes_later_is_told_and_tells(sidecar, start_link):
             bool(sidecar.introductions[-1].lost) or len(list_reported_losses(sidecar)) > 1
         )
 
-    eventually(told_again, description="the loss is told by the new agent")
+    eventually(told_again, description="the loss is reported by the new agent")
 
 
 def test_what_was_lost_before_the_link_was_is_in_the_first_introduction(sidecar, start_link):

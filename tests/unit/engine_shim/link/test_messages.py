@@ -1,4 +1,4 @@
-"""What travels on the socket pair is read as it was written, and nothing else is taken for it."""
+"""What travels on the socket pair is read as written, and nothing else is taken for it."""
 
 import os
 import subprocess

@@ -122,7 +122,7 @@ def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -
     engine = ThreeRanks()
     engine.link.plan = plan(9, 5, clock.now)
     held_back = engine.outgoing()
-    # A sidecar that was started again counts its plans anew.
+    # A sidecar that was started again counts its plans from the start.
     engine.link.plan = plan_of(1, clock.now, row(64, 3), session=2)
     engine.broadcast(engine.outgoing())
     engine.broadcast(held_back)

@@ -87,7 +87,7 @@ class Kept(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """Bytes of all that somebody still has."""
+        """Bytes of all objects that are still referenced."""
         gc.collect()
         return sum({_storage(t): t.untyped_storage().nbytes() for t in self._alive()}.values())
 

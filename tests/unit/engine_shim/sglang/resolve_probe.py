@@ -2,8 +2,8 @@
 
     python -m tests.unit.engine_shim.sglang.resolve_probe ASKED FOUND
 
-ASKED: file with a JSON list of ServerArgs keyword arguments.  FOUND: file for the JSON list of what
-came of them.  DEVICE_MIB: memory of a card that SGLang is to believe in.
+ASKED: file with a JSON list of ServerArgs keyword arguments.  FOUND: file for the JSON list of the
+results.  DEVICE_MIB: memory of a card that SGLang is to believe in.
 """
 
 import json

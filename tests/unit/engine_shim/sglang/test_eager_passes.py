@@ -1,4 +1,4 @@
-"""Which passes of a decode step are said to have run without a graph."""
+"""Which passes of a decode step are reported to have run without a graph."""
 
 import logging
 from types import SimpleNamespace

@@ -342,7 +342,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: Any) -> None:
-        raise ValueError("nobody thought of this")
+        raise ValueError("unforeseen error")
 
     hooks = session(asleep=False, gamma=3)
     hooks.reporter = SimpleNamespace(report_step=fail)
@@ -355,7 +355,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     assert tokens == [[1, 2]]
     assert not hooks.status()["reporting"]
     assert "no longer reported" in caplog.text
-    assert link.reported_losses == [("CAPABILITY_REPORT", "ValueError: nobody thought of this")]
+    assert link.reported_losses == [("CAPABILITY_REPORT", "ValueError: unforeseen error")]
     assert hooks.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
 
 
@@ -483,7 +483,7 @@ class Second:
 def test_beside_a_second_drafter_the_own_one_learns(
     drafter: int, drafts: bool, by_learner: bool
 ) -> None:
-    """From the columns it reads itself; and it is told whose drafts were verified."""
+    """From the columns it reads itself; and it receives whose drafts were verified."""
     hooks = session(asleep=False, gamma=3)
     hooks.dual_drafter, collector = Second(drafts=drafts), Signals()
     hooks.ranks = adopted(chosen(3, drafter=drafter), 0, True)

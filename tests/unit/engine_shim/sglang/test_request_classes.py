@@ -213,7 +213,7 @@ def test_the_hash_and_its_key_go_together(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PluginError, match="go together"):
+    with pytest.raises(PluginError, match="must be set together"):
         load_settings()
 
 

@@ -1,4 +1,4 @@
-"""What a user may not ask for together with a steered draft length, and what SGLang is told."""
+"""What a user may not ask for together with a steered draft length, and what SGLang receives."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -239,7 +239,7 @@ def test_context_lengths_come_from_the_cpu_where_it_has_them() -> None:
 
 
 def row(output: int, ends_at: int | None = None, *, ended: bool = False) -> Any:
-    """A request with so many output tokens, and where its answer ends, if it does."""
+    """A request with a number of output tokens, and where its answer ends, if it does."""
     reason = "stop" if ended or ends_at is not None else None
     return SimpleNamespace(
         output_ids=[0] * output, finished_len=ends_at, finished_reason=reason, is_retracted=False

@@ -1,4 +1,4 @@
-"""A block is drafted whole and handed on in part; a lookup does not search for nothing."""
+"""A block is drafted whole and handed on in part; a lookup does not search without need."""
 
 import importlib
 import sys

@@ -50,7 +50,7 @@ def test_greedy_blocks_are_the_students_chains(draft: Sd2Draft) -> None:
     target = make_target()
     answers = generate_answers(target, LAYERS, prompts(), 62, 0.0, dice())
     assert torch.equal(target(answers.tokens)[:, 5:-1].argmax(-1), answers.tokens[:, 6:])
-    # A drafter that is right now and then, as both end in the same few tokens.
+    # A drafter that is right occasionally, as both end in the same few tokens.
     draft.decoder.lm_head.weight[:] = 0  # type: ignore[union-attr]
     common = answers.tokens[:, 20:].flatten().mode().values
     draft.decoder.lm_head.weight[common] = 1  # type: ignore[union-attr]

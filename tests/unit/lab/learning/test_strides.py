@@ -22,7 +22,7 @@ def figures(speeds: Mapping[int, float], lengths: Mapping[int, float]) -> dict[i
 
 LENGTHS = {0: 1.2, 5: 1.8, 1: 2.0}
 BETWEEN = figures({0: 100.0, 5: 130.0, 1: 90.0}, LENGTHS)
-# The most frequent updates are as good as those in between, but for less than 1 %.
+# The most frequent updates equal those in between, but for less than 1 %.
 AT_THE_END = figures({0: 100.0, 5: 130.0, 1: 129.0}, LENGTHS)
 WITHOUT_EFFECT = figures({0: 100.0, 5: 130.0, 1: 90.0}, {0: 2.0, 5: 1.9, 1: 1.8})
 

@@ -51,7 +51,7 @@ def spread(*values: float) -> Spread:
         ((1.4, 1.5), 2.0, Verdict.REPRODUCES),
         ((1.1, 1.5), 2.0, Verdict.PARTLY),
         ((1.01, 1.5), 2.0, Verdict.NOT),
-        # Time that is saved at the price of the drafter is none.
+        # Time that is saved at the price of the drafter does not count.
         ((1.4, 1.5), 2.5, Verdict.NOT),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is said of the edits: the best single arm, the gain over it, and differing tokens."""
+"""The report on the edits: the best single arm, the gain over it, and differing tokens."""
 
 import pytest
 

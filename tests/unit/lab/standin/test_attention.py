@@ -280,7 +280,7 @@ def test_a_large_prefill_is_split_without_a_trace(monkeypatch: pytest.MonkeyPatc
     whole = extend(batch, widths, query, key, value)
     monkeypatch.setattr(_tiles, "LARGEST_MASK", 100)
     monkeypatch.setattr(_tiles, "QUERY_RUN", 32)
-    batch.table.add_(0)  # so that the tiles are made anew
+    batch.table.add_(0)  # so that the tiles are made again
     split = extend(batch, widths, query, key, value)
     assert torch.equal(split, whole)
     assert_near(split, extended(batch, widths, query, key, value, None))

@@ -54,7 +54,7 @@ def verify(
 
 
 def grid(*counts: int) -> Tensor:
-    """Every combination of the middles of so many equal parts of [0, 1)."""
+    """Every combination of the middles of `counts` equal parts of [0, 1)."""
     axes = [(torch.arange(count) + 0.5) / count for count in counts]
     return torch.cartesian_prod(*axes)
 

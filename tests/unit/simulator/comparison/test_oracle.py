@@ -1,4 +1,4 @@
-"""The oracle knows every step, and nobody is better than it by more than luck."""
+"""The oracle knows every step, and no policy is better than it by more than luck."""
 
 from dataclasses import replace
 

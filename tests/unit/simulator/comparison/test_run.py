@@ -78,8 +78,8 @@ def test_side_by_side_and_one_after_the_other_find_the_same():
 
 
 def test_an_unknown_policy_is_refused_before_anything_runs():
-    with pytest.raises(InvalidInputError, match="'nobody' is unknown; there are bandit-ucb"):
-        run_all([scenario()], 0, ["nobody"])
+    with pytest.raises(InvalidInputError, match="'absent' is unknown; there are bandit-ucb"):
+        run_all([scenario()], 0, ["absent"])
 
 
 def test_static_arms_are_named_by_what_they_do():

@@ -93,7 +93,7 @@ def test_the_arm_that_it_runs_is_worth_most(rates, batch_size):
         for i, arm in enumerate(TWO)
     ]
     chosen = policy.choose(batch_size, 0.0).arm
-    # A position that nobody reached leans on the one before it.
+    # A position that was never reached leans on the one before it.
     assert values[chosen] == pytest.approx(max(values), rel=1e-3)
 
 

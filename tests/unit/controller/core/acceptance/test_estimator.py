@@ -26,7 +26,7 @@ def test_the_estimate_does_not_depend_on_the_draft_lengths_that_ran(gammas):
         estimator.observe(accepted_counts(rng, 8, gamma, truth))
         if i >= 1000:
             seen.append(estimator.curve().conditional)
-    # On average over time: a false alarm now and then shortens the memory for a while.
+    # On average over time: an occasional false alarm shortens the memory for a while.
     means = np.mean(seen, axis=0)
     for k in range(max(gammas)):
         assert means[k] == pytest.approx(truth[k], abs=0.05)

@@ -48,7 +48,7 @@ def learnt(parts, steps=400, seed=0):
 
 
 def changes(traffic, steps):
-    """The changes of traffic that the hazard counts after so many steps."""
+    """The changes of traffic that the hazard counts after `steps` steps."""
     prior_steps = 1 / TrafficEstimator(SPECS, SETTINGS).shift_probabilities.any_shift
     return traffic.shift_probabilities.any_shift * (prior_steps + steps) - 1
 
@@ -117,7 +117,7 @@ def test_a_class_that_is_unused_makes_room_and_one_in_use_does_not():
     assert "honest" not in traffic.classes
     for step in range(CLASS_UNUSED_STEPS + 2, CLASS_UNUSED_STEPS + 200):
         traffic.observe(report(step, {"once-0": (4, 0.9), "honest": (4, 0.2)}, rng))
-    # The one that was unused for longest has gone; what is known of the others stays.
+    # The one that was unused for longest has gone; what is known about the others stays.
     assert set(traffic.classes) == {"once-0", "honest"} | {
         f"once-{number}" for number in range(2, MAX_CLASSES)
     }

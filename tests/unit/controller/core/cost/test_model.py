@@ -127,7 +127,7 @@ def test_what_live_steps_may_move_between_arms_is_bounded():
 
 
 def test_one_arm_that_costs_more_than_its_table_moves_its_kin():
-    # All drafting is 30 % dearer than the profile says; only gamma = 3 and 0 ever run.
+    # All drafting is 30 % more expensive than the profile says; only gamma = 3 and 0 ever run.
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     for _ in range(200):
         observe(model, 2, 4, 400, 1.3 * TABLE[2][1])

@@ -25,7 +25,7 @@ BATCH = 8
 
 
 class PromptEngine(VirtualEngine):
-    """Every so many steps, prompts of so many tokens are read beside decoding."""
+    """Every few steps, prompts of a given length are read beside decoding."""
 
     def __init__(self, every: int = 0, tokens: int = 0, draft_lag: int = 0) -> None:
         spec = replace(engine_spec(), capabilities=Capabilities(draft_lag=draft_lag))

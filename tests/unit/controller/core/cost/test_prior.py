@@ -1,4 +1,4 @@
-"""An engine that nobody has profiled is priced by its shape, or by a guess that says so."""
+"""An engine without a profile is priced by its shape, or by a guess that is named as one."""
 
 import dataclasses
 

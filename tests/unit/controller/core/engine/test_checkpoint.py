@@ -1,4 +1,4 @@
-"""A core's variables, out and in again: what goes on from them decides the same, bit by bit."""
+"""A core's variables, out and in again: a core that resumes from them decides the same."""
 
 import dataclasses
 import json
@@ -137,7 +137,7 @@ def test_what_is_not_recorded_never_changes(policy):
     after = _not_recorded(core)
     for name, attributes in before.items():
         if name == "controller":
-            # Made anew at every decision, and read by people only.
+            # Made again at every decision, and read by people only.
             assert attributes.pop("decision") != after[name].pop("decision")
         assert after[name] == attributes
 

@@ -190,7 +190,7 @@ def test_a_preview_shows_what_a_bound_would_change_and_where_nothing_keeps_it():
     assert [row.above_bound for row in tight] == sorted(row.above_bound for row in tight)
     assert tight[-1].above_bound
     assert not tight[0].above_bound
-    # It says what becomes of the plan.
+    # It says what happens to the plan.
     engine.core.set_overrides([bound_by(0.0062)])
     plan = engine.core.next_plan()
     assert plan is not None

@@ -1,4 +1,4 @@
-"""The choice: the best arm, unless another one is as good."""
+"""The choice: the best arm, unless another one is equally good."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -22,7 +22,7 @@ class Drafter:
         self.steps = 0
 
     def run(self, rounds: int, stride: int, *, batch: int = 8, gamma: int = GAMMA) -> None:
-        """So many rounds, with an update every `stride` of them (0: none)."""
+        """`rounds` rounds, with an update every `stride` of them (0: none)."""
         for _ in range(rounds):
             self.steps += 1
             landed = stride > 0 and self.steps % stride == 0

@@ -364,7 +364,7 @@ def test_a_change_counts_when_two_looks_agree(tmp_path: Path):
     assert access.version == 1
 
 
-@pytest.mark.parametrize("left", ["", "# nobody yet\n", "read cert:x\n"])
+@pytest.mark.parametrize("left", ["", "# no users yet\n", "read cert:x\n"])
 def test_a_list_that_loses_its_users_does_not_open_the_operators_socket(tmp_path: Path, left: str):
     path = tmp_path / "access"
     path.write_text("read uid:1\n")
@@ -386,7 +386,7 @@ def test_the_start_decides_whether_the_list_governs_the_operators_socket(
     assert access.governs_operators is governs
     changed(access, path, "read cert:y\n")
     assert access.governs_operators is governs
-    # Users who are named later do close it: nobody else is meant to get in.
+    # Users who are named later do close it: no other user may get in.
     changed(access, path, "read uid:1\n")
     assert access.governs_operators
 

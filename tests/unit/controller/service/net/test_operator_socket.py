@@ -1,4 +1,4 @@
-"""The operators' socket: the kernel says who is there, and only then is anybody let in."""
+"""The operators' socket: the kernel says who is there, and only then is a caller let in."""
 
 import asyncio
 import os

@@ -77,7 +77,7 @@ def test_of_two_that_start_together_the_second_waits_and_sees_the_first(tmp_path
         )
         assert second.stdout is not None
         assert second.stdout.readline() == "trying\n"
-        # Right however long this is; long enough to fail if nobody waited.
+        # Right however long this is; long enough to fail if no call waited.
         time.sleep(0.2)
         server = listen(path)
     answer, _ = second.communicate(timeout=PATIENCE_SECONDS)

@@ -215,7 +215,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no scope": ({"scope": {}, "off": True}, "scope: an engine, a model or the fleet"),
     "fleet not meant": ({"scope": {"fleet": False}, "off": True}, "scope: an engine, a model"),
     "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "name the engine"),
-    "gamma too large": ({"gamma": 65}, "gamma 65 is outside 0..64"),
+    "gamma too large": ({"gamma": 65}, "gamma 65 must be in [0, 64]"),
     "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "bounds beside it"),
     "no time per token": ({"tpot_max_seconds": 0.0}, "tpot_max_seconds 0"),
     "endless time per token": ({"tpot_max_seconds": float("nan")}, "tpot_max_seconds nan"),
@@ -231,7 +231,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "time not a number": ({"off": True, "request": {"ttl_seconds": float("nan")}}, "nan"),
     "time without end": ({"off": True, "request": {"ttl_seconds": float("inf")}}, "set for_ever"),
     "time too long": ({"off": True, "request": {"ttl_seconds": 1e7}}, "at most 604800"),
-    "for ever not meant": ({"off": True, "request": {"for_ever": False}}, "for_ever must be true"),
+    "not permanent": ({"off": True, "request": {"for_ever": False}}, "for_ever must be true"),
     "unknown regime": ({"regime": {"mode": 99}}, "is unspecified or unknown"),
 }
 

@@ -72,7 +72,7 @@ async def test_a_measurement_forces_every_batch_and_forwards_the_reports(tmp_pat
         got: list[engine_pb2.StepReport] = []
         while len(got) < 2:
             got += (await measuring.read()).reports
-        # The rejected one is none of the measurement's.
+        # The rejected one does not belong to the measurement.
         assert got == sent
 
         await measuring.ask(0)
@@ -101,7 +101,7 @@ async def test_one_measurement_at_a_time_on_an_engine(tmp_path: Path):
         assert "being measured already" in message
         await other.ask(2, "b")
         await other.read()
-        # The refused one has not let go of what the first one holds.
+        # The refused one has not released what the first one holds.
         plan = (await running.status("a")).plan
         assert {row.gamma for row in plan.rows} == {1}
 
@@ -109,7 +109,7 @@ async def test_one_measurement_at_a_time_on_an_engine(tmp_path: Path):
 @pytest.mark.parametrize(
     ("engine_id", "drafter", "gamma", "code", "text"),
     [
-        ("nobody", "mtp", 1, grpc.StatusCode.NOT_FOUND, "no engine 'nobody' has a session"),
+        ("absent", "mtp", 1, grpc.StatusCode.NOT_FOUND, "no engine 'absent' has a session"),
         ("", "mtp", 1, grpc.StatusCode.NOT_FOUND, "no engine ''"),
         ("engine-0", "eagle9", 1, INVALID, "unknown drafter 'eagle9'"),
         ("engine-0", "mtp", 9, INVALID, "gamma 9 is out of range"),

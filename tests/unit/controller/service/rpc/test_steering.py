@@ -39,7 +39,7 @@ BAD_REPORTS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str]] = {
         OUT_OF_RANGE,
         "gamma 4 is out of range for drafter 'mtp': this engine introduced [0, 1, 2, 3]",
     ),
-    "gamma beyond all": ({"gamma": 4_000_000_000}, INVALID, "gamma 4000000000 is outside 0..64"),
+    "gamma beyond all": ({"gamma": 4_000_000_000}, INVALID, "gamma 4000000000 must be in [0, 64]"),
     "unknown drafter": ({"drafter": "eagle9"}, INVALID, "unknown drafter 'eagle9'"),
     "NaN time": ({"step_seconds": math.nan}, INVALID, "step_seconds nan is not a positive time"),
     "infinite time": ({"step_seconds": math.inf}, INVALID, "step_seconds inf is not"),
@@ -126,7 +126,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
         ),
         (
             contradiction(drafters=[engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[0, 65])]),
-            "are not all in 0..64",
+            "are not all in [0, 64]",
         ),
         (
             contradiction(

@@ -68,7 +68,7 @@ async def running(folder: Path) -> AsyncIterator[RunningSidecar]:
 
 
 async def send_reports(client: SteerClient, accepted: int, count: int, first: int) -> None:
-    """Steps that all accept so many of 2 drafts."""
+    """Steps that all accept `accepted` of 2 drafts."""
     counts = [4 if k == accepted else 0 for k in range(3)]
     await client.send(*(report_message(first + k, accepted_counts=counts) for k in range(count)))
 

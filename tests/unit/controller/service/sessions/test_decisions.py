@@ -39,7 +39,7 @@ def session(clock: VirtualClock) -> EngineSession:
 
 
 def collect_decisions(session: EngineSession, plan: Plan) -> list[tuple[Plan, int]]:
-    """What is told of this plan, and logged of it."""
+    """What is reported about this plan, and logged."""
     observer = session._observer
     assert isinstance(observer, Heard)
     heard = observer.decisions = []

@@ -24,7 +24,7 @@ from tests.support.service_harness import (
     with_timeout,
 )
 
-# Introductions, so many that a session kept for each would show.
+# Enough introductions that a session kept for each would show.
 TIMES = 12
 
 

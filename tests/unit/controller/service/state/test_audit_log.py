@@ -16,7 +16,7 @@ REPLACED = 1000
 
 
 def replace(plan_log: AuditLog, times: int) -> None:
-    """One engine id changes hands so many times, each time after a silence."""
+    """One engine id changes hands `times` times, each time after a silence."""
     clock = VirtualClock()
     sessions = registry(clock)
     before = sessions.introduce(spec(), EngineIdentity.from_caller(ANYBODY, "0"))

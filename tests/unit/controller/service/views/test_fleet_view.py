@@ -117,7 +117,7 @@ def body(*engines: EngineSummary, sidecar: str = "other", every: float = 5.0) ->
 
 
 def put(server: RedisServer, source: str, text: bytes | str, age_seconds: float = 1.0) -> None:
-    """Writes as anybody can who may write to this Redis."""
+    """Writes as every client can that may write to this Redis."""
     with server.client() as client:
         now = client.time()
         assert isinstance(now, tuple)

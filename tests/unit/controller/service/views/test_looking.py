@@ -63,7 +63,7 @@ def bits(core: EngineController) -> bytes:
 
 
 class Watched:
-    """A session in the place of a core.  Somebody looks after some calls; 0: nobody ever does."""
+    """A session in the place of a core.  A viewer looks after some calls; 0: never."""
 
     def __init__(self, policy: str, share: float, seed: int) -> None:
         self.clock = VirtualClock(1000.0)

@@ -183,7 +183,7 @@ async def test_probes_see_the_drain(tmp_path: Path):
     ):
         await running.introduce()
         session = running.sidecar.registry.find_by_engine("engine-0")
-        with session.register_stream(asyncio.Event()):  # somebody who takes his time to go
+        with session.register_stream(asyncio.Event()):  # a stream that is slow to end
             stopping = asyncio.create_task(running.sidecar.stop())
             await wait_until(lambda: session.end_error)
             assert await status(kubelet, "") == NOT_SERVING

@@ -38,7 +38,7 @@ def test_variables_that_change_what_ranks_gather_or_run_are_refused(
     refusal_reason = reason(monkeypatch)
     assert refusal_reason is not None
     assert variable in refusal_reason
-    # They concern nobody else.
+    # They concern no other engine.
     assert reason(monkeypatch, attn_dp_size=1) is None
 
 

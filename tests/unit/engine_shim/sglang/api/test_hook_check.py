@@ -54,7 +54,7 @@ def test_hooks_that_took_pass() -> None:
 @pytest.mark.parametrize("target", ["Original.renamed", "gone", "Original.method.deeper.still"])
 def test_a_target_that_is_not_there_is_refused(target: str) -> None:
     hook_check.register_hook(f"{MODULE}.{target}", around, HookType.AROUND)
-    HookRegistry.apply_hooks()  # SGLang logs the error and goes on
+    HookRegistry.apply_hooks()  # SGLang logs the error and continues
     with pytest.raises(HookError, match=target):
         hook_check.require_hooks(*hook_check.registered_targets())
 

@@ -210,7 +210,7 @@ class Course:
         if self.prefills or not request.output_ids:
             self.unread[id(request)] = [self.choose.randrange(3)]
         if not self.prefills:
-            # The other server of a pair has told the host.
+            # The other server of a pair has reported to the host.
             self.read(request)
         self.running.append(request)
 

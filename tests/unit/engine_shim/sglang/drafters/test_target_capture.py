@@ -45,7 +45,7 @@ class LogitsProcessor(nn.Module):
 
 
 class MiMoForCausalLM(nn.Module):
-    """As SGLang's: what the layers return goes on as it is."""
+    """As SGLang's: what the layers return is passed on unchanged."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Serving
     assert engine.serves(1)
     assert engine.steps(0) == 1
     assert engine.serves(0)
-    # A graph goes on reading the same memory.
+    # A graph still reads the same memory.
     assert places == {name: part.data_ptr() for name, part in engine.live.parameters.items()}
     assert engine.deployment.counters == DeploymentCounters(0, 3, "ready")
 

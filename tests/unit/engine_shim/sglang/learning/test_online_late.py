@@ -43,7 +43,7 @@ def test_what_holds_on_a_cpu_holds_there(check: Callable[[Driver], None], driver
 
 def test_what_lands_is_what_the_trainer_has_made(driver: Driver) -> None:
     driver.await_condition(lambda: driver.counters.updates > 0)
-    # Nobody asks for a further one, so that the trainer's memory stays as it is.
+    # No further one is requested, so that the trainer's memory stays as it is.
     for _ in range(2 * ASKS):
         driver.step(2, stride=0)
     driver.await_condition(lambda: driver.online.can_be_stored, stride=0)

@@ -72,12 +72,12 @@ class RankDriver(Driver):
         return torch.cat([part.flatten() for part in parts])
 
     def halve_weights(self, rank: int) -> None:
-        """Somebody else gives this rank other weights."""
+        """Another writer gives this rank other weights."""
         for part in self.ranks[rank].shares.live.values():
             part.mul_(0.5)
 
     def new_target(self, rank: int) -> None:
-        """Somebody gives this rank's share of the target other weights."""
+        """A writer gives this rank's share of the target other weights."""
         self.ranks[rank].shares.borrowed[0].rank_tensor.mul_(0.9)
 
     def whole(self) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_a_fall_takes_both_back(driver: RankDriver) -> None:
     driver.await_condition(lambda: driver.counters.updates > 0)
     driver.await_condition(lambda: driver.counters.restored == 1, accepted=1)
     assert torch.equal(driver.weights(), before)
-    # The trainer goes on from there, and what is good then is good on both.
+    # The trainer continues from there, and what is good then is good on both.
     driver.request("second")
     updates = driver.counters.updates
     driver.await_condition(lambda: driver.counters.updates > updates + 2)
@@ -206,7 +206,7 @@ def test_each_request_begins_with_the_first_weights_on_both(
         driver.request("second")
         assert torch.equal(driver.weights(), before)
         assert driver.counters.resets == 1
-        # What the trainer has still learnt of the first request is served by nobody.
+        # What the trainer has still learnt of the first request is not served.
         updates = driver.counters.updates
         for _ in range(3):
             driver.step(accepted=2, stride=0)

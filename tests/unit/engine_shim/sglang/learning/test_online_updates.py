@@ -153,7 +153,7 @@ def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) 
 
 def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) -> None:
     driver.await_condition(lambda: driver.counters.state == "ready", stride=0)
-    # The trainer was starting, and nobody asked it for anything.
+    # The trainer was starting, and nothing was requested from it.
     assert set(driver.update_status) == {NO_UPDATE}
 
     def more_than(count: int) -> Callable[[], bool]:
@@ -161,7 +161,7 @@ def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) ->
 
     for count in range(3):
         driver.await_condition(more_than(count))
-        # Nobody asks for a further one.
+        # No further one is requested.
         driver.await_condition(lambda: not driver.update_status[-1].updating, stride=0)
     landed = [
         number for number, update_status in enumerate(driver.update_status) if update_status.seconds
@@ -264,7 +264,7 @@ def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
     driver.online._trainer.process.kill()
     driver.await_condition(lambda: "has ended" in driver.counters.state, stride=0)
     assert torch.equal(driver.weights(), before)
-    driver.step(accepted=2)  # and steps go on
+    driver.step(accepted=2)  # and steps continue
 
 
 def test_the_exit_status_of_a_trainer_is_waited_for_though_its_socket_ends_first(
@@ -294,7 +294,7 @@ def test_a_trainer_that_runs_and_is_not_heard_is_ended(
     channel._socket.shutdown(socket.SHUT_RD)
     driver.await_condition(lambda: "no longer answers" in driver.counters.state)
     assert process.wait() == -signal.SIGKILL
-    driver.step(2)  # and steps go on
+    driver.step(2)  # and steps continue
 
 
 @pytest.fixture
@@ -449,7 +449,7 @@ def test_a_window_that_takes_more_memory_than_is_allowed_is_refused(
 def test_what_is_stored_is_what_serves_also_when_the_trainer_has_gone(driver: Driver) -> None:
     driver.await_condition(lambda: driver.counters.updates > 1)
     driver.await_condition(lambda: driver.online.can_be_stored, stride=0)
-    # One more, which nobody has judged: it goes with the trainer, whose memory still has it.
+    # One more, which was not judged: it goes with the trainer, whose memory still has it.
     updates = driver.counters.updates
     driver.await_condition(lambda: driver.counters.updates > updates)
     driver.online._trainer.process.kill()

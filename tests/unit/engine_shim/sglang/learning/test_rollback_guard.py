@@ -41,7 +41,7 @@ class Drafts:
         self.seen = 0
 
     def draft(self, rate: float, count: int) -> list[GuardVerdict]:
-        """The verdicts on so many drafts, but for those that say nothing; ends with WORSE."""
+        """The verdicts on `count` drafts, but for the undecided ones; ends with WORSE."""
         verdicts: list[GuardVerdict] = []
         for _ in range(count // 4):
             self.seen += 4

@@ -74,7 +74,7 @@ class SlowRuns(SignalRuns):
 
 
 def read_slowly(settings: PluginSettings, rounds: int) -> tuple[SignalCollector, SlowRuns]:
-    """So many rounds, the first batch of which is being read."""
+    """`rounds` rounds, the first batch of which is being read."""
     collector = SignalCollector(settings, None)
     slow = collector._runs = SlowRuns()
     for step in range(rounds):
@@ -186,7 +186,7 @@ def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
     assert kept(tmp_path) == []
     collector.after_verify(verification(STEPS), collecting=False)
     eventually(lambda: collector.status()["signals"] == 1, description="the signal is written")
-    # The reading thread says so a moment later.
+    # The reading thread reports it a moment later.
     eventually(lambda: not collector.status()["open"], description="nothing is under way")
     assert [len(signal.tokens) for signal in kept(tmp_path)] == [STEPS * ACCEPTED]
 
@@ -379,7 +379,7 @@ def test_a_second_end_finds_nothing_to_do(collector: SignalCollector) -> None:
     collector.stop("RuntimeError: no memory")
     for _ in range(3):
         collector.close()
-        # Where nobody reads any more, a full queue would be waited for.
+        # Without a reader, a full queue would be waited for.
         assert collector._queue.empty()
 
 

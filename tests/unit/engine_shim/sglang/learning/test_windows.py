@@ -73,7 +73,7 @@ class Copy:
 
     def __init__(self, shape: RingShape) -> None:
         self.tensors = {
-            # What nobody has written is no number.
+            # Unwritten memory is NaN.
             name: torch.full(layout.shape, float("nan")).to(getattr(torch, layout.dtype))
             for name, layout in shape.layouts().items()
         }
@@ -149,7 +149,7 @@ def test_a_window_keeps_its_newest_positions(windows: RequestWindows, copy: Copy
 def test_a_round_after_many_steps_has_every_position_in_its_place(
     windows: RequestWindows, copy: Copy
 ) -> None:
-    """The rings begin anew several times, with rounds at odd moments and long pauses."""
+    """The rings restart several times, with rounds at odd moments and long pauses."""
     engine, draws = Steps(), random.Random(5)
     for step in range(300):
         gamma = draws.choice((0, 1, 3, CANVAS - 1))
@@ -234,7 +234,7 @@ def test_no_more_requests_are_kept_than_there_are_rings(
     training_round = copy.round(windows, 3)
     assert training_round is not None
     assert (training_round.tokens[:, -1] // 1000).tolist() == [10, 11, 12, 13]
-    # Those that wait get the rings of those that have left, and no one else's.
+    # Those that wait get the rings of those that have left, and no others.
     for _ in range(MIN_WINDOW_POSITIONS + 1):
         engine.step(windows, 3, dict.fromkeys(many[1:], 1))
     training_round = copy.round(windows, 3)

@@ -149,7 +149,7 @@ def test_a_field_that_a_student_does_not_follow_is_refused(
         {"rope_type": "default", "rope_theta": 5e4},
         {"type": "default", "rope_theta": 5e4},
         {"rope_theta": 5e4, "partial_rotary_factor": 1.0},
-        # SGLang adds it to a Phi-3's, where it says nothing.
+        # SGLang adds it to a Phi-3's, where it has no effect.
         {"rope_type": "default", "rope_theta": 5e4, "original_max_position_embeddings": 4096},
     ],
 )
@@ -180,7 +180,7 @@ def test_heads_and_norms_are_read() -> None:
 
 
 def block_config(**changes: Any) -> dict[str, Any]:
-    """The config of a DFlash drafter of two layers, as it was published."""
+    """The config of a DFlash drafter of two layers, as published."""
     return config(
         **{
             "architectures": ["DFlashDraftModel"],

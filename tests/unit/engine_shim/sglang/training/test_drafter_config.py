@@ -133,7 +133,7 @@ DFLASH: dict[str, dict[str, Any]] = {
     "ids as text": {"target_layer_ids": ["3", 4.0]},
     "no ids": {"target_layer_ids": []},
     "ids of another type": {"dflash_config": {"target_layer_ids": 3}},
-    "ids that are none": {"dflash_config": {"target_layer_ids": [None]}},
+    "ids that are not integers": {"dflash_config": {"target_layer_ids": [None]}},
     "no block": {"block_size": 0},
     "a block of words": {"block_size": "many"},
     "layers below": {"num_target_layers": 0},

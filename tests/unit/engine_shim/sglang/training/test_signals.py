@@ -218,7 +218,7 @@ def test_a_signal_that_cannot_be_written_does_not_end_the_writer(
         eventually(lambda: writer.counters.dropped == 1, description="it is counted")
     assert writer.counters.state == "failing: no such dtype"
     writer.put(signal())
-    eventually(lambda: writer.counters.signals == 1, description="it goes on")
+    eventually(lambda: writer.counters.signals == 1, description="it continues")
     writer.close()
 
 
@@ -235,6 +235,6 @@ def test_a_folder_that_vanishes_is_said_and_survived(tmp_path: Path):
     assert writer.counters.state.startswith("failing")
     store.folder.mkdir()
     writer.put(signal())
-    eventually(lambda: writer.counters.signals == 1, description="it goes on")
+    eventually(lambda: writer.counters.signals == 1, description="it continues")
     assert writer.counters.state == "ready"
     writer.close()

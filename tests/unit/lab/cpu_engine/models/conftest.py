@@ -1,4 +1,4 @@
-"""What several tests here need and nobody wants to make twice."""
+"""What several tests here need, made once."""
 
 from __future__ import annotations
 

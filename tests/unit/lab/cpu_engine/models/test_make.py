@@ -41,7 +41,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
 
 @pytest.fixture(scope="module")
 def few_texts(texts: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Enough for every held-out passage, and no more."""
+    """Just enough for every held-out passage."""
     return {domain: documents[: FEW[domain]] for domain, documents in texts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts: repeatable, distinct, of the asked size, and refused where there are none."""
+"""Held-out prompts: repeatable, distinct, of the asked size, and refused if they are missing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_a_held_clock_is_the_machines_less_the_time_it_stood_still():
 
 def test_a_held_clock_waits_until_a_pass_is_due():
     clock = ModelClock()
-    # Read before it is said what is due: the machine may do something else in between.
+    # Read before what is due is reported: the machine may do something else in between.
     began = time.perf_counter()
     due = clock.now() + 0.02
     assert clock.wait_until(due) >= due

@@ -22,6 +22,6 @@ def test_a_dilation_is_a_finite_number_above_0(dilation):
     with pytest.raises(ValueError, match="a dilation is a number above 0"):
         replace(PACE, dilation=dilation)
     text = PACE.as_json().replace('"dilation":4.0', f'"dilation":{dilation}')
-    # A parser may refuse what is no number in JSON before its meaning is read.
+    # A parser may refuse what is not a number in JSON before its meaning is read.
     with pytest.raises(ValueError, match="dilation" if math.isfinite(dilation) else None):
         Pace.from_json(text)

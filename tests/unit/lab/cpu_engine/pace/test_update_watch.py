@@ -24,7 +24,7 @@ DILATION = 4.0
 
 
 class EnginesEnd:
-    """An engine's end of a real channel; its trainer answers at once, or when it is told."""
+    """An engine's end of a real channel; its trainer answers at once, or on the test's demand."""
 
     def __init__(self) -> None:
         ours, theirs = Channel.make_pair()

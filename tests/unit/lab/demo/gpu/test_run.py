@@ -1,4 +1,4 @@
-"""A run that cannot go on leaves a readable result, with the reason, and no process."""
+"""A run that cannot continue leaves a readable result, with the reason, and no process."""
 
 import json
 import signal
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
 
 
 def test_a_result_says_that_it_is_incomplete_from_the_beginning(tmp_path, monkeypatch):
-    """So that even a run that is killed is told from one that came to its end."""
+    """So that a killed run differs from one that came to its end."""
     seen = []
 
     def look(_):
