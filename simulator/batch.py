@@ -119,8 +119,8 @@ class Batch:
         """Makes one array per drafter over all pools, so that a sequence needs only one offset."""
         names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
-        flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
-        rows: dict[int, _PoolArrays] = {}
+        accepted_parts: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
+        pool_arrays: dict[int, _PoolArrays] = {}
         start = first_kind = 0
         for pool in distinct:
             length = 0
@@ -132,14 +132,14 @@ class Batch:
                         f"there is no acceptance for drafter {name!r}, "
                         f"only for {sorted(pool.accepted)}",
                     )  # fmt: skip
-                flats[d].append(source)
+                accepted_parts[d].append(source)
                 length = len(source)
-            rows[id(pool)] = _PoolArrays(pool, start, first_kind, names)
+            pool_arrays[id(pool)] = _PoolArrays(pool, start, first_kind, names)
             start += length
             first_kind += pool.kind_count
         self._kind_count = first_kind
-        self._pools = [rows[id(pool)] for pool in pools]
-        self._accepted_by_drafter = [np.concatenate(parts) for parts in flats]
+        self._pools = [pool_arrays[id(pool)] for pool in pools]
+        self._accepted_by_drafter = [np.concatenate(parts) for parts in accepted_parts]
 
     def _make_row_chooser(
         self, surface: CostSurface, distinct: tuple[RequestPool, ...]
@@ -148,12 +148,12 @@ class Batch:
         if not mixtures:
             return None
         matches = np.concatenate([pool.known_matches for pool in distinct])
-        choice = RowDrafterChooser(surface.drafters, tuple(self._accepted_by_drafter), matches)
+        chooser = RowDrafterChooser(surface.drafters, tuple(self._accepted_by_drafter), matches)
         # Without rules a mixture uses its main drafter.
         self._accepted_by_drafter += [
             self._accepted_by_drafter[self._drafters.index(mixture.main)] for mixture in mixtures
         ]
-        return choice
+        return chooser
 
     @property
     def has_waiting_prefill(self) -> bool:
@@ -187,11 +187,11 @@ class Batch:
         else:
             limit = self._capacity
             available = bisect.bisect_right(self._arrivals, now) - self._next_request
-        free = min(limit - self.size - len(self._prefilling), available)
-        if free <= 0:
+        admissible_count = min(limit - self.size - len(self._prefilling), available)
+        if admissible_count <= 0:
             return
         pool = self._pools[self.phase]
-        for _ in range(free):
+        for _ in range(admissible_count):
             arrival = now if closed_loop is not None else self._arrivals[self._next_request]
             # A closed loop repeats its pool; an open loop never reaches the pool's end.
             i = self._next_request % len(pool.output)
@@ -219,12 +219,13 @@ class Batch:
     def _start(self, request: list[int]) -> None:
         _, number, i, phase = request
         pool = self._pools[phase]
-        base, context = pool.base[i], pool.context[i]
+        base, context_tokens = pool.base[i], pool.context[i]
         self._rows[:, self.size] = (
-            base, base + pool.output[i], base, context, pool.label[i], pool.kind[i], i, number,
+            base, base + pool.output[i], base, context_tokens, pool.label[i], pool.kind[i], i,
+            number,
         )  # fmt: skip
         self.size += 1
-        self.kv_tokens += context
+        self.kv_tokens += context_tokens
         self._min_remaining_tokens = 0
         self._started_count += 1
 
@@ -232,7 +233,7 @@ class Batch:
         self,
         drafter: int,
         gamma: int,
-        thinning: NDArray[np.float64] | None,
+        stale_keep_factors: NDArray[np.float64] | None,
         rules: Sequence[MixtureRule] = (),
     ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
         """Runs one decode step; returns (accepted_counts, counts by class, tokens gained)."""
@@ -244,13 +245,13 @@ class Batch:
         if gamma > 0:
             if rules and self._row_chooser is not None:
                 accepted, self.evidence = self._row_chooser.choose_rows(
-                    drafter, gamma, cursor, self._number[:n], rules, thinning
+                    drafter, gamma, cursor, self._number[:n], rules, stale_keep_factors
                 )
             else:
                 accepted = self._accepted_by_drafter[drafter].take(cursor)
                 np.minimum(accepted, gamma, out=accepted)
-                if thinning is not None:
-                    accepted = (accepted * thinning).astype(np.uint8)
+                if stale_keep_factors is not None:
+                    accepted = (accepted * stale_keep_factors).astype(np.uint8)
             counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
             cursor += accepted
             tokens = n + sum(map(mul, counts, _ACCEPTED_LENGTHS))
@@ -388,8 +389,8 @@ class Batch:
         self._rows[:3, : self.size] += shift
         self._label[: self.size] = pool.label[request]
         self._kind[: self.size] = pool.kind[request]
-        for waiting in self._prefilling:
-            waiting[3] = self.phase
+        for request_state in self._prefilling:
+            request_state[3] = self.phase
 
     def _advance_request_phase(self, closed: ClosedLoop) -> None:
         """Starts the next phase once every request of this one has begun."""

@@ -162,7 +162,7 @@ class _EngineRun:
         self._options = options
         # Separate streams: a policy's choices must not change the noise.
         streams = np.random.default_rng(seed).spawn(3)
-        self._noise_rng, self._thinning_rng, self._pace_rng = streams
+        self._noise_rng, self._stale_rng, self._pace_rng = streams
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
         self._batch = Batch(workload, surface, self._idle_positions)
         self._drafters = [d.name for d in surface.drafters]
@@ -172,7 +172,7 @@ class _EngineRun:
         # Plain lists: reading a numpy scalar costs more than the addition.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
-        self._last_column = surface.max_batch_size
+        self._max_batch_size = surface.max_batch_size
         self._missed_tokens = [0.0] * len(self._drafters)
         drafters_kept_together = drafters_in_sync(surface.drafters)
         # By drafter, the drafters that are kept in sync while it drafts.
@@ -267,7 +267,10 @@ class _EngineRun:
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)
         counts, classes, tokens = batch.step(
-            self._drafter_by_arm[arm], self._gammas[arm], self._thinning(), choice.rules
+            self._drafter_by_arm[arm],
+            self._gammas[arm],
+            self._draw_stale_keep_factors(),
+            choice.rules,
         )
         if self._idle_positions:
             # The other drafters read the step's tokens, so they miss none.
@@ -302,7 +305,7 @@ class _EngineRun:
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
         """Returns the seconds of the step that is about to run, with noise and penalties."""
         surface, options = self._surface, self._options
-        reference_seconds = self._seconds[arm][min(n, self._last_column)]
+        reference_seconds = self._seconds[arm][min(n, self._max_batch_size)]
         base = reference_seconds + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
         base = max(base, MIN_COST_SHARE * reference_seconds)
         gamma = self._gammas[arm]
@@ -341,12 +344,12 @@ class _EngineRun:
         )
         return wakes_up_stale or self._stale_steps_left > 0
 
-    def _thinning(self) -> NDArray[np.float64] | None:
+    def _draw_stale_keep_factors(self) -> NDArray[np.float64] | None:
         if not self._is_stale():
             return None
-        return (
-            self._thinning_rng.random(self._batch.size) < self._options.stale_acceptance
-        ).astype(float)
+        return (self._stale_rng.random(self._batch.size) < self._options.stale_acceptance).astype(
+            float
+        )
 
     def _next_noise(self) -> float:
         """Draws a new block of noise factors; returns the first one."""

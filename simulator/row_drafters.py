@@ -23,7 +23,7 @@ from controller.core.step_report import ProposalCounts, RowGroup
 from simulator.policy import RowEvidence
 
 IntArray = NDArray[np.int64]
-_MAIN_SIDE, _FREE_SIDE = 0, 1
+_MAIN_SIDE, _LOOKUP_SIDE = 0, 1
 # Lower bound of the expectation as a divisor.
 _MIN_EXPECTED = 1e-3
 
@@ -39,8 +39,8 @@ class _RuleArrays:
     @classmethod
     def from_plan(cls, rule: MixtureRule) -> "_RuleArrays":
         """Makes the arrays of a plan's rule; the lookup expects 0 below its least match."""
-        free = np.array([0.0] * rule.least_match + list(rule.free_expected))
-        return cls(rule.main_expected, free, rule.ratio_weight)
+        lookup_expected = np.array([0.0] * rule.least_match + list(rule.free_expected))
+        return cls(rule.main_expected, lookup_expected, rule.ratio_weight)
 
 
 class _Mixture:
@@ -55,7 +55,7 @@ class _Mixture:
         self.main, self.free = names.index(spec.mixture.main), names.index(spec.mixture.free)
         self._ratios = np.ones((2, 256))
 
-    def uses_free(
+    def find_lookup_rows(
         self, rule: _RuleArrays | None, requests: IntArray, match: IntArray
     ) -> NDArray[np.bool_]:
         """Returns [rows], whether each would use the lookup's proposal."""
@@ -68,7 +68,7 @@ class _Mixture:
         ratios = self._ratios[:, requests]
         expected = rule.free[np.minimum(match, len(rule.free) - 1)]
         uses_lookup: NDArray[np.bool_] = (
-            ratios[_FREE_SIDE] * expected > ratios[_MAIN_SIDE] * rule.main
+            ratios[_LOOKUP_SIDE] * expected > ratios[_MAIN_SIDE] * rule.main
         )
         return uses_lookup
 
@@ -80,14 +80,14 @@ class _Mixture:
             _MAIN_SIDE, requests, outcomes, np.full(len(requests), rule.main), rule.weight
         )
 
-    def update_free_ratios(
+    def update_lookup_ratios(
         self, rule: _RuleArrays, requests: IntArray, match: IntArray, outcomes: "_ProposalOutcomes"
     ) -> None:
         """Updates the lookup's ratios of the rows in which it found a match."""
         expected = rule.free[np.minimum(match, len(rule.free) - 1)]
         rows = expected > 0
         self._update_ratios(
-            _FREE_SIDE, requests[rows], outcomes.select_rows(rows), expected[rows], rule.weight
+            _LOOKUP_SIDE, requests[rows], outcomes.select_rows(rows), expected[rows], rule.weight
         )
 
     def _update_ratios(
@@ -184,12 +184,12 @@ class RowDrafterChooser:
         cursor: IntArray,
         requests: IntArray,
         rules: Sequence[MixtureRule],
-        thinning: NDArray[np.float64] | None = None,
+        stale_keep_factors: NDArray[np.float64] | None = None,
     ) -> tuple[IntArray, RowEvidence]:
         """Drafts gamma > 0 tokens: ([rows] drafts that are accepted, what the step shows).
 
         running: the drafter or mixture.  requests: [rows] numbers of the requests, none twice.
-        thinning: [rows] 0 where the drafts of a model are rejected in this step.
+        stale_keep_factors: [rows] 0 where the drafts of a model are rejected in this step.
         """
         if rules is not self._rules:
             self._rules = rules
@@ -200,12 +200,15 @@ class RowDrafterChooser:
         active_mixtures = [m for m in self._mixtures if running in {m.index, m.main, m.free}]
         accepted_by_drafter = {
             d: self._accepted_drafts(
-                d, gamma, cursor, None if d in {m.free for m in active_mixtures} else thinning
+                d,
+                gamma,
+                cursor,
+                None if d in {m.free for m in active_mixtures} else stale_keep_factors,
             )
             for d in {d for m in active_mixtures for d in (m.main, m.free)} or {running}
         }
         uses_lookup = {
-            m.index: m.uses_free(self._rule_by_arm.get((m.name, gamma)), requests, match)
+            m.index: m.find_lookup_rows(self._rule_by_arm.get((m.name, gamma)), requests, match)
             for m in active_mixtures
         }
         for m in active_mixtures:
@@ -222,7 +225,7 @@ class RowDrafterChooser:
             )
             parts = [lookup_outcomes.proposal_counts(self._names[m.free], gamma, match)]
             if rule is not None:
-                m.update_free_ratios(rule, requests, match, lookup_outcomes)
+                m.update_lookup_ratios(rule, requests, match, lookup_outcomes)
             if running != m.free:
                 main_outcomes = _ProposalOutcomes.from_step(
                     accepted_by_drafter[m.main], accepted, gamma
@@ -240,10 +243,18 @@ class RowDrafterChooser:
         return accepted, RowEvidence(groups, tuple(proposals.values()))
 
     def _accepted_drafts(
-        self, drafter: int, gamma: int, cursor: IntArray, thinning: NDArray[np.float64] | None
+        self,
+        drafter: int,
+        gamma: int,
+        cursor: IntArray,
+        stale_keep_factors: NDArray[np.float64] | None,
     ) -> IntArray:
         accepted = np.minimum(self._accepted[drafter][cursor], gamma).astype(np.int64)
-        return accepted if thinning is None else (accepted * thinning).astype(np.int64)
+        return (
+            accepted
+            if stale_keep_factors is None
+            else (accepted * stale_keep_factors).astype(np.int64)
+        )
 
     def _groups(
         self, running: int, gamma: int, accepted: IntArray, uses_lookup: NDArray[np.bool_] | None

@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import (
     QWEN3,
-    STEERED_FAMILIES,
+    SD2_FAMILIES,
     DecoderShape,
     Family,
     Llama3Rope,
@@ -188,7 +188,7 @@ def greedy_chain(
 def save_sd2(draft: Sd2Draft, folder: Path) -> None:
     """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
-    (architecture,) = [name for name, family in STEERED_FAMILIES.items() if family == shape.family]
+    (architecture,) = [name for name, family in SD2_FAMILIES.items() if family == shape.family]
     parts = split_fused(draft.state_dict(), shape.decoder)
     save_model(
         folder,
@@ -223,7 +223,7 @@ def sd2_shape(config: Mapping[str, Any]) -> Sd2Shape:
 
     Without ``target_hidden_size`` the steering vector has the drafter's own width.
     """
-    decoder, family, tied = language_shape(config, STEERED_FAMILIES)
+    decoder, family, tied = language_shape(config, SD2_FAMILIES)
     layers = (config.get("eagle_config") or {}).get(EAGLE_LAYERS)
     if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
         raise UnsupportedDrafterError(f"its eagle_config names no {EAGLE_LAYERS}")

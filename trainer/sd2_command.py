@@ -19,7 +19,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.training.blocks import STEERED_FAMILIES
+from engine_shim.sglang.training.blocks import SD2_FAMILIES
 from trainer.language_model import LanguageModel, ModelFolderError, load_language_model, read_config
 from trainer.sd2 import (
     OffsetMode,
@@ -146,7 +146,7 @@ def _training_settings(options: argparse.Namespace, steps: int) -> Sd2Training:
 def _load_drafter(options: argparse.Namespace, target: LanguageModel) -> Sd2Draft:
     """Reads the pretrained drafter and adds its steering, or reads an SD2 drafter to continue."""
     architectures = read_config(options.drafter).get("architectures") or ()
-    if STEERED_FAMILIES.keys() & set(architectures):
+    if SD2_FAMILIES.keys() & set(architectures):
         if options.layers:
             raise ValueError("an SD2 drafter names its layers; --layers is for a pretrained one")
         return load_sd2(options.drafter)

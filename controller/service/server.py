@@ -130,8 +130,8 @@ class Sidecar(SessionObserver):
 
     def _make_core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
-        make = EngineController if self._recorder is None else self._recorder.create_core
-        return make(
+        create_core = EngineController if self._recorder is None else self._recorder.create_core
+        return create_core(
             spec, settings.planner, profile, self._clock, settings.training,
             overrides=self.override_registry.active(),
             training_state=self._training_files.load(spec),
@@ -163,7 +163,7 @@ class Sidecar(SessionObserver):
             return
         if previous_session is not None and previous_session.core.reports and is_same_engine:
             snapshots = warm_start.pool_snapshots(
-                (b, 0.0) for b in previous_session.core.acceptance_snapshots()
+                (snapshot, 0.0) for snapshot in previous_session.core.acceptance_snapshots()
             )
             session.warm_start_from(snapshots, "this engine's session before")
         else:

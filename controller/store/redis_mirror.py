@@ -170,18 +170,22 @@ class RedisMirror:
         if hashlib.sha256(body).hexdigest().encode() != check:
             raise ValueError("its checksum is wrong")
         values = json.loads(body)
-        idle, now = time.time() - require_time(values["at"]), time.monotonic()
-        if idle < 0:
+        unconfirmed_seconds, now = time.time() - require_time(values["at"]), time.monotonic()
+        if unconfirmed_seconds < 0:
             _log.warning(
-                "clock_went_back", path=str(self._path), seconds=round(-idle),
+                "clock_went_back", path=str(self._path), seconds=round(-unconfirmed_seconds),
                 effect="overrides get the time that they had left when the mirror was written",
             )  # fmt: skip
-            idle = 0.0
+            unconfirmed_seconds = 0.0
         entries = [
-            MirroredEntry.from_json(require_text(item["id"]), item, item["ms"], now - idle)
+            MirroredEntry.from_json(
+                require_text(item["id"]), item, item["ms"], now - unconfirmed_seconds
+            )
             for item in values["entries"]
         ]
-        return {entry.override_id: entry for entry in entries if not entry.has_expired(now)}, idle
+        return {
+            entry.override_id: entry for entry in entries if not entry.has_expired(now)
+        }, unconfirmed_seconds
 
 
 def _printable_id(name: Any) -> str:

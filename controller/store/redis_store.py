@@ -131,8 +131,8 @@ class RedisStore:
     async def open(self, changed: ChangeListener) -> None:
         """Loads the mirror file and contacts Redis, which need not answer."""
         if self._mirror is not None:
-            self._entries, idle = await asyncio.to_thread(self._mirror.read)
-            self._confirmed_at -= idle
+            self._entries, unconfirmed_seconds = await asyncio.to_thread(self._mirror.read)
+            self._confirmed_at -= unconfirmed_seconds
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
         self._on_change = changed
@@ -160,10 +160,10 @@ class RedisStore:
         self, override_id: str, body: str, seconds: float | None, expected: int, actor: Actor
     ) -> Entry:
         """Implements the method of the store interface."""
-        ms = -1 if seconds is None else max(1, round(seconds * 1000))
+        lifetime_ms = -1 if seconds is None else max(1, round(seconds * 1000))
         actor_json = json.dumps(asdict(actor))
         outcome, entry = await self._ask(
-            lambda: self._run_script(WRITE, override_id, body, ms, expected, actor_json),
+            lambda: self._run_script(WRITE, override_id, body, lifetime_ms, expected, actor_json),
             functools.partial(_read_write_reply, override_id, body),
             writes=True,
         )
@@ -218,26 +218,32 @@ class RedisStore:
         self._set_unusable(reply, {entry.override_id for entry in lost})
         if lost and not reply.write_fault:
             _log.warning(
-                "store_had_lost", store=self._location, overrides=[h.override_id for h in lost]
+                "store_had_lost",
+                store=self._location,
+                overrides=[lost_entry.override_id for lost_entry in lost],
             )
-            seeds = json.dumps([h.to_seed(now) for h in lost])
+            seeds = json.dumps([lost_entry.to_seed(now) for lost_entry in lost])
             await self._ask(lambda: self._run_script(SEED, seeds), ignore_reply, writes=True)
         # Even if they cannot be restored: acknowledged overrides stay in force.
-        fetched.update({h.override_id: h for h in lost})
+        fetched.update({lost_entry.override_id: lost_entry for lost_entry in lost})
         self._revision = reply.counter
         await self._replace_entries(fetched)
 
     def _set_unusable(self, reply: FetchedEntries, put_right: Collection[str]) -> None:
         """Records unreadable entries, and those beyond the limit.  put_right: restored ids."""
-        left_out = reply.left_out[0]
+        beyond_limit_count = reply.left_out[0]
         names = [name for name in reply.unreadable if name not in put_right]
         self._unusable = dict.fromkeys(names, "unreadable: clear it, or delete it in Redis")
-        if left_out:
-            self._unusable[f"{left_out} others"] = "they are beyond the limit of live overrides"
+        if beyond_limit_count:
+            self._unusable[f"{beyond_limit_count} others"] = (
+                "they are beyond the limit of live overrides"
+            )
         count = reply.unreadable_count - (len(reply.unreadable) - len(names))
-        self._unusable_count = count + left_out
+        self._unusable_count = count + beyond_limit_count
         self._skipped.add("override", reply.unreadable, "not an entry", reply.unreadable_count)
-        self._skipped.add("override_beyond_limit", (), "more than can be in force", left_out)
+        self._skipped.add(
+            "override_beyond_limit", (), "more than can be in force", beyond_limit_count
+        )
 
     def _lost_entries(
         self, fetched: Mapping[str, MirroredEntry], now: float
@@ -254,8 +260,11 @@ class RedisStore:
     async def _replace_entries(self, entries: dict[str, MirroredEntry]) -> None:
         now = time.monotonic()
         entries = {name: entry for name, entry in entries.items() if not entry.has_expired(now)}
-        is_unchanged = {n: h.revision for n, h in entries.items()} == {
-            n: h.revision for n, h in self._entries.items()
+        is_unchanged = {
+            override_id: mirrored_entry.revision for override_id, mirrored_entry in entries.items()
+        } == {
+            override_id: mirrored_entry.revision
+            for override_id, mirrored_entry in self._entries.items()
         }
         self._entries = entries
         if self._mirror is not None and not is_unchanged:
@@ -268,14 +277,14 @@ class RedisStore:
 
     async def _require_replicas(self) -> None:
         if self._replicas:
-            ms = round(self._timeout_seconds * 500)
-            have = await self._ask(
-                lambda: self._client.wait(self._replicas, ms), decode_integer, writes=True
+            timeout_ms = round(self._timeout_seconds * 500)
+            replica_count = await self._ask(
+                lambda: self._client.wait(self._replicas, timeout_ms), decode_integer, writes=True
             )
-            if have < self._replicas:
+            if replica_count < self._replicas:
                 raise StoreUnavailableError(
-                    f"written, but only {have} of {self._replicas} replicas have it, so it is not "
-                    "acknowledged; retry with the same id"
+                    f"written, but only {replica_count} of {self._replicas} replicas have it, so it "
+                    "is not acknowledged; retry with the same id"
                 )
 
     async def _ask(

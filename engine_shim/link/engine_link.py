@@ -143,7 +143,7 @@ class EngineLink:
         supervisor = AgentSupervisor(command, first_packet)
         supervisor.start()
         link = cls(supervisor, plan_follower)
-        link._current_socket()
+        link._connect_if_possible()
         return link
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
@@ -163,16 +163,16 @@ class EngineLink:
             if self._invalid_reports == 1:
                 _log.error("step %r cannot be reported: %s", report.step, error)
             return False
-        peer = self._socket or self._current_socket()
+        agent_socket = self._socket or self._connect_if_possible()
         if self._unsent_lost_packets:
-            peer = self._send_lost_capabilities(peer)
-        if peer is not None:
+            agent_socket = self._send_lost_capabilities(agent_socket)
+        if agent_socket is not None:
             try:
                 if self._unreported_drops:
                     dropped = SteerRequest(dropped_reports=self._unreported_drops)
-                    peer.send(REQUEST + dropped.SerializeToString(), _SEND_FLAGS)
+                    agent_socket.send(REQUEST + dropped.SerializeToString(), _SEND_FLAGS)
                     self._unreported_drops = 0
-                peer.send(packet, _SEND_FLAGS)
+                agent_socket.send(packet, _SEND_FLAGS)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -193,7 +193,7 @@ class EngineLink:
         packet = REQUEST + SteerRequest(lost=[lost_capability]).SerializeToString()
         self._lost_packets.append(packet)
         self._unsent_lost_packets.append(packet)
-        self._send_lost_capabilities(self._current_socket())
+        self._send_lost_capabilities(self._connect_if_possible())
 
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the next decode step over `batch_size` sequences runs; once for each step.
@@ -216,18 +216,18 @@ class EngineLink:
 
     def receive(self) -> ArrivedPlan | None:
         """Reads the agent's packets; returns the newest plan that `plan_follower` can accept."""
-        peer = self._socket or self._current_socket()
+        agent_socket = self._socket or self._connect_if_possible()
         if self._unsent_lost_packets:
-            peer = self._send_lost_capabilities(peer)
+            agent_socket = self._send_lost_capabilities(agent_socket)
         # Polled first each time: a receive without a packet raises, which costs several times more.
-        if peer is None or not self._arrivals.poll(0):
+        if agent_socket is None or not self._arrivals.poll(0):
             return None
         plans: list[ArrivedPlan] = []
         try:
             for packets_read in range(_MAX_PACKETS_PER_READ):
                 if packets_read and not self._arrivals.poll(0):
                     break
-                length = peer.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+                length = agent_socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
                 if length == 0:
                     self._disconnect("the agent closed its end")
                     break
@@ -283,7 +283,7 @@ class EngineLink:
         self._supervisor.abandon_after_fork()
         self.plan_follower.drop_plan()
 
-    def _current_socket(self) -> socket.socket | None:
+    def _connect_if_possible(self) -> socket.socket | None:
         """Returns the socket in use, or else that of a new agent if one has been started."""
         if self._socket is None and not self._closed:
             self._socket = self._supervisor.take_socket()

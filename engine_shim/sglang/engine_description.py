@@ -20,7 +20,7 @@ from engine_shim.common.process import default_engine_id, hub_revision, processo
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.drafters.dflash_checkpoint import block_draft_lengths
 from engine_shim.sglang.drafters.row_counts import Role
-from engine_shim.sglang.training.blocks import STEERED_FAMILIES
+from engine_shim.sglang.training.blocks import SD2_FAMILIES
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def describe_engine(
     if learner:
         spec.capabilities.learner = spec.drafters[learner].name
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
-    blocks = [sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)]
-    blocks += [] if second_drafter is None else [second_drafter.block]
-    for drafter, block in zip(spec.drafters, blocks, strict=True):
-        if block is not None and drafter.HasField("shape"):
-            drafter.shape.block_size = block.block_size
+    dflash_drafters = [sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)]
+    dflash_drafters += [] if second_drafter is None else [second_drafter.block]
+    for drafter, dflash_drafter in zip(spec.drafters, dflash_drafters, strict=True):
+        if dflash_drafter is not None and drafter.HasField("shape"):
+            drafter.shape.block_size = dflash_drafter.block_size
     return spec
 
 
@@ -114,15 +114,15 @@ def add_lookup(spec: engine_pb2.EngineSpec) -> dict[str, Role]:
 
     Returns the role of each drafter in the description, by name and in that order.
     """
-    mains = list(spec.drafters)
-    lengths = sorted({gamma for main in mains for gamma in main.gammas if gamma})
+    main_drafters = list(spec.drafters)
+    lengths = sorted({gamma for main in main_drafters for gamma in main.gammas if gamma})
     lookup = spec.drafters.add(name=LOOKUP_NAME, kind=engine_pb2.DRAFTER_KIND_NGRAM, gammas=lengths)
-    if all(main.HasField("shape") for main in mains):
+    if all(main.HasField("shape") for main in main_drafters):
         # An empty shape, which costs nothing, so that the prior knows all shapes.
         lookup.shape.bytes_per_weight = 1.0
-    roles = {main.name: Role(index, is_mixed=False) for index, main in enumerate(mains)}
+    roles = {main.name: Role(index, is_mixed=False) for index, main in enumerate(main_drafters)}
     roles[LOOKUP_NAME] = Role(None, is_mixed=False)
-    for index, main in enumerate(mains):
+    for index, main in enumerate(main_drafters):
         name = f"{main.name}+{LOOKUP_NAME}"
         spec.drafters.add(
             name=name,
@@ -168,12 +168,12 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
     algorithm: str = scheduler.server_args.speculative_algorithm
     model: str = sglang_api.config_leaf("speculative_draft_model_path") or ""
     revision: str = sglang_api.config_leaf("speculative_draft_model_revision") or ""
-    block = sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)
-    if block is not None:
-        gammas = block_draft_lengths(gammas, block.block_size)
+    dflash_drafter = sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)
+    if dflash_drafter is not None:
+        gammas = block_draft_lengths(gammas, dflash_drafter.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
-        kind=_drafter_kind(scheduler, has_block=block is not None),
+        kind=_drafter_kind(scheduler, has_block=dflash_drafter is not None),
         gammas=gammas,
         model=model,
         revision=hub_revision(model, revision),
@@ -185,7 +185,7 @@ def _drafter_kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
     architectures = getattr(getattr(model, "config", None), "architectures", None) or ()
-    is_sd2 = bool(STEERED_FAMILIES.keys() & set(architectures))
+    is_sd2 = bool(SD2_FAMILIES.keys() & set(architectures))
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 

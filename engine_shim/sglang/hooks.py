@@ -170,13 +170,13 @@ class EngineHooks:
         if self.row_drafting is not None and choice.gamma:
             is_drafter_idle = self.row_drafting.drafts_alone(choice.drafter_index)
         if sleeping_drafter is not None and (is_drafter_idle or sleeping_drafter.is_behind):
-            unread_tokens = (
+            unknown_tokens = (
                 0
                 if previous_launch is None or previous_launch.is_read_back
                 else previous_launch.choice.gamma + 1
             )
             launch.asleep = self._try_catch_up(
-                sleeping_drafter, batch, is_drafter_idle, unread_tokens
+                sleeping_drafter, batch, is_drafter_idle, unknown_tokens
             )
             if not is_drafter_idle and sleeping_drafter.must_wait_one_step:
                 launch.is_catching_up = True
@@ -189,12 +189,12 @@ class EngineHooks:
         ):
             launch.undrafted_rows, launch.labels = request_options.undrafted_and_labels(batch.reqs)
         if (row_drafting := self.row_drafting) is not None:
-            unread_tokens = (
+            unknown_tokens = (
                 0
                 if previous_launch is None or previous_launch.is_read_back
                 else previous_launch.choice.gamma + 1
             )
-            row_drafting.attempt(lambda: row_drafting.before_decode(batch, unread_tokens))
+            row_drafting.attempt(lambda: row_drafting.before_decode(batch, unknown_tokens))
             if choice.gamma == 0 and not (launch.asleep or launch.is_catching_up):
                 row_drafting.attempt(
                     lambda: row_drafting.compare_first_tokens(batch, worker.draft_worker)
@@ -204,7 +204,7 @@ class EngineHooks:
         result = original(worker, batch, *args, **kwargs)
         launch.eager = eager.step_passes
         if self.block is not None:
-            self._report_lost_block(self.block)
+            self._report_lost_dflash(self.block)
         if row_drafting is not None and row_drafting.failure_reason:
             report_lost_lookup(self.losses, row_drafting)
         result.speculation_launch = launch
@@ -229,7 +229,7 @@ class EngineHooks:
         tokens = None if learning is None else learning.before_prefill(batch)
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
-            self._report_lost_block(self.block)
+            self._report_lost_dflash(self.block)
         if learning is not None:
             learning.after_prefill(batch, tokens, result)
         return result
@@ -379,10 +379,10 @@ class EngineHooks:
             "lost": self.losses.status(),
         }
 
-    def _report_lost_block(self, block: DFlashDrafter) -> None:
+    def _report_lost_dflash(self, block: DFlashDrafter) -> None:
         if not block.failure_reason:
             return
-        report_lost_block(self.losses, block, self.row_drafting)
+        report_lost_dflash(self.losses, block, self.row_drafting)
         if self.learning is not None and (
             self.dual_drafter is None or self.learning.learner_index == SECOND_DRAFTER_INDEX
         ):
@@ -415,7 +415,7 @@ class EngineHooks:
         )
 
 
-def report_lost_block(
+def report_lost_dflash(
     losses: LostCapabilityReporter, block: DFlashDrafter, row_drafting: RowDrafting | None
 ) -> None:
     """Reports to the sidecar that a DFlash drafter, and its mixture with the lookup, are lost."""

@@ -25,7 +25,7 @@ MIN_COUNTER_ROWS: Final = 8192
 # here, because this may run on a machine without a GPU.
 MULTIPROCESSORS: Final = 160
 # Rows of the partial results of Triton's persistent decode kernel, for each multiprocessor.
-LEAN_ROWS: Final = 16
+PERSISTENT_KERNEL_ROWS: Final = 16
 # Tokens to which the block tables of latent attention are rounded up; tokens in FlashMLA's blocks.
 TABLE_MULTIPLE_TOKENS: Final = 4096
 FLASHMLA_BLOCK_TOKENS: Final = 64
@@ -133,16 +133,16 @@ def find_backend(name: str, model: Attention) -> Backend:
 
 
 def _flashinfer(model: Attention, use: BackendUse) -> BackendBytes:
-    built = _wrapper_bytes(model, use)
+    base_bytes = _wrapper_bytes(model, use)
     if use.role is BackendRole.STEP:
-        return BackendBytes(built, len(use.graph_batches) * WRAPPER_BYTES)
+        return BackendBytes(base_bytes, len(use.graph_batches) * WRAPPER_BYTES)
     if use.role is BackendRole.VERIFY:
-        built += model.workspace_bytes
+        base_bytes += model.workspace_bytes
     # Indices (int32) and a mask (uint8) of every token, and a wrapper for every graph.
     pools = _pool_count(model)
-    tables = use.max_pass_tokens * model.context_tokens * (4 * pools + 1)
+    table_bytes = use.max_pass_tokens * model.context_tokens * (4 * pools + 1)
     return BackendBytes(
-        built, tables + len(use.graph_batches) * pools * (WRAPPER_BYTES + LENGTHS_BYTES)
+        base_bytes, table_bytes + len(use.graph_batches) * pools * (WRAPPER_BYTES + LENGTHS_BYTES)
     )
 
 
@@ -156,11 +156,12 @@ def _wrapper_bytes(model: Attention, use: BackendUse) -> int:
 def _flashinfer_latent(model: Attention, use: BackendUse) -> BackendBytes:
     if use.role is BackendRole.STEP:
         return BackendBytes(2 * WRAPPER_BYTES, len(use.graph_batches) * WRAPPER_BYTES)
-    built = 4 * WRAPPER_BYTES
+    base_bytes = 4 * WRAPPER_BYTES
     if use.role is BackendRole.EXTEND:  # SGLang captures no graph of it
-        return BackendBytes(built)
+        return BackendBytes(base_bytes)
     return BackendBytes(
-        built, use.max_batch * model.context_tokens * 4 + len(use.graph_batches) * WRAPPER_BYTES
+        base_bytes,
+        use.max_batch * model.context_tokens * 4 + len(use.graph_batches) * WRAPPER_BYTES,
     )
 
 
@@ -169,13 +170,13 @@ def _triton(model: Attention, use: BackendUse) -> BackendBytes:
         return BackendBytes()
     # Values and a weight, in float32.
     values = model.value_size + 1
-    captured = use.max_pass_tokens * model.rank_heads * model.kv_splits * values * 4
-    captured += MULTIPROCESSORS * (LEAN_ROWS * (values + 1) + 1) * 4
+    graph_bytes = use.max_pass_tokens * model.rank_heads * model.kv_splits * values * 4
+    graph_bytes += MULTIPROCESSORS * (PERSISTENT_KERNEL_ROWS * (values + 1) + 1) * 4
     if use.role is not BackendRole.STEP:
-        captured += use.max_pass_tokens * model.context_tokens * 8
+        graph_bytes += use.max_pass_tokens * model.context_tokens * 8
     if use.role is BackendRole.VERIFY:
-        captured += use.max_pass_tokens * (model.context_tokens + use.tokens_per_sequence)
-    return BackendBytes(0, captured * _pool_count(model))
+        graph_bytes += use.max_pass_tokens * (model.context_tokens + use.tokens_per_sequence)
+    return BackendBytes(0, graph_bytes * _pool_count(model))
 
 
 def _flash_attention(model: Attention, use: BackendUse) -> BackendBytes:
@@ -190,15 +191,15 @@ def _flash_attention(model: Attention, use: BackendUse) -> BackendBytes:
 def _trtllm_mha(model: Attention, use: BackendUse) -> BackendBytes:
     # Rows of the widest pass for every task; heads are not divided by the ranks.
     counters = _counter_bytes((model.max_requests + 1) * (use.gamma + 1), model.total_heads)
-    tables = 4 * use.max_batch * model.pages * 4 * _pool_count(model)
+    table_bytes = 4 * use.max_batch * model.pages * 4 * _pool_count(model)
     # It extends FlashInfer's backend, whose wrappers it has and does not use.
-    return BackendBytes(_wrapper_bytes(model, use) + counters, tables)
+    return BackendBytes(_wrapper_bytes(model, use) + counters, table_bytes)
 
 
 def _trtllm_latent(model: Attention, use: BackendUse) -> BackendBytes:
     # Inherited wrappers: ragged prefill, and outside of drafting paged prefill.
     inherited = WRAPPER_BYTES if use.role is BackendRole.STEP else 2 * WRAPPER_BYTES
-    built = inherited + _counter_bytes(model.max_requests, model.rank_heads)
+    base_bytes = inherited + _counter_bytes(model.max_requests, model.rank_heads)
     blocks = (
         -(-model.context_tokens // TABLE_MULTIPLE_TOKENS)
         * TABLE_MULTIPLE_TOKENS
@@ -206,10 +207,10 @@ def _trtllm_latent(model: Attention, use: BackendUse) -> BackendBytes:
     )
     # Padded queries and unpadded outputs.
     values = use.max_pass_tokens * model.rank_heads * (model.latent_values + UNPADDED_WIDTH)
-    captured = use.max_batch * blocks * 4 + values * model.bytes_per_value
+    graph_bytes = use.max_batch * blocks * 4 + values * model.bytes_per_value
     if use.role is not BackendRole.STEP:
-        captured += use.max_batch * model.context_tokens * 4
-    return BackendBytes(built, captured)
+        graph_bytes += use.max_batch * model.context_tokens * 4
+    return BackendBytes(base_bytes, graph_bytes)
 
 
 def _flashmla(model: Attention, use: BackendUse) -> BackendBytes:
@@ -355,11 +356,11 @@ def predict_reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -
     batches: batch sizes for which its graphs are captured, () for none.
     """
     sizes = [*_target_sizes(gamma, batches, shape), *_drafter_sizes(gamma, batches, shape.drafter)]
-    batch = max(batches, default=0)
+    max_batch_size = max(batches, default=0)
     return Reserve(
         gamma,
-        batch,
-        float(GRAPH_MIB_PER_SEQUENCE * batch),
+        max_batch_size,
+        float(GRAPH_MIB_PER_SEQUENCE * max_batch_size),
         sum(size.base_bytes for size in sizes) / MIB,
         sum(size.graph_bytes for size in sizes) / MIB,
     )

@@ -49,7 +49,7 @@ class SteeredConfiguration:
         config = sglang_api.resolving_args(args)
         require_no_obstacle(requested_flag_checks(config, self._settings))
         require_no_obstacle(checkpoint_kind_checks(config, self._settings))
-        has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
+        has_dflash = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
         if sglang_api.is_dflash_only(config):
             # SGLang builds an engine for chains of any length; the block replaces its EAGLE head.
             declare_resolution(
@@ -60,7 +60,7 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
-        require_no_obstacle(flag_checks(args, self._settings, has_block=has_block))
+        require_no_obstacle(flag_checks(args, self._settings, has_block=has_dflash))
         require_no_obstacle(resolution_checks(args, self._settings))
 
     def reserve_for_graphs(

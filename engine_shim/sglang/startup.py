@@ -142,17 +142,17 @@ class EngineStartup:
         gammas = tuple(policy.candidate_steps)
         self._switch.prepare(worker, gammas)
         # Detects a DFlash drafter that cannot draft with its graphs before there is traffic.
-        block = (
+        dflash_drafter = (
             sglang_api.dflash_only_drafter(worker.draft_worker)
             if dual_drafter is None
             else dual_drafter.block
         )
-        startup_losses = LostCapabilityReporter()
-        if block is not None:
-            block.rehearse(required=dual_drafter is None or settings.require_drafters)
-            if block.failure_reason:
-                startup_losses.mark_lost(
-                    engine_pb2.CAPABILITY_DRAFTER, block.failure_reason, DFLASH_NAME
+        startup_lost_capabilities = LostCapabilityReporter()
+        if dflash_drafter is not None:
+            dflash_drafter.rehearse(required=dual_drafter is None or settings.require_drafters)
+            if dflash_drafter.failure_reason:
+                startup_lost_capabilities.mark_lost(
+                    engine_pb2.CAPABILITY_DRAFTER, dflash_drafter.failure_reason, DFLASH_NAME
                 )
         no_sleep_reason = cannot_sleep_reason(worker)
         if gammas[0] > 0 or settings.sleep_positions == 0:
@@ -161,12 +161,12 @@ class EngineStartup:
         if no_sleep_reason is None:
             sleeping_drafter = SleepingDrafter(worker, settings.sleep_positions, dual_drafter)
         learner = learner_index(scheduler, settings.learner, has_second=dual_drafter is not None)
-        learning_block = block if learner == SECOND_DRAFTER_INDEX else None
-        online, follower = self._build_online_updates(
-            worker, scheduler, learning_block, startup_losses
+        learning_dflash = dflash_drafter if learner == SECOND_DRAFTER_INDEX else None
+        online, rank_weights = self._build_online_updates(
+            worker, scheduler, learning_dflash, startup_lost_capabilities
         )
         collector, deployment = self._build_collection(
-            worker, scheduler, learning_block, startup_losses
+            worker, scheduler, learning_dflash, startup_lost_capabilities
         )
         spec = describe_engine(
             scheduler,
@@ -178,7 +178,7 @@ class EngineStartup:
             can_take_versions=deployment is not None,
             second_drafter=dual_drafter,
             learner=learner,
-            lost=startup_losses.all,
+            lost=startup_lost_capabilities.all,
         )
         row_drafting = None
         if settings.lookup:
@@ -187,15 +187,15 @@ class EngineStartup:
             row_drafting = RowDrafting(worker, add_lookup(spec))
         set_batch_limits(spec, self._graph_states.batch_limits)
         eager = eager_passes.watch_drafters(
-            worker, worker.adaptive_controller._states.values(), block
+            worker, worker.adaptive_controller._states.values(), dflash_drafter
         )
         link = None
         try:
-            steering = make_plan_follower(spec, settings, policy.startup_gamma)
+            plan_follower = make_plan_follower(spec, settings, policy.startup_gamma)
             if ranks.is_first_rank():
                 secret = resolve_secret(settings.signals_folder)
                 link = EngineLink.start(spec, settings, policy.startup_gamma, secret)
-                steering = link.plan_follower
+                plan_follower = link.plan_follower
         except LinkStartError as error:
             raise PluginError(str(error)) from error
         reporter = None
@@ -220,14 +220,14 @@ class EngineStartup:
                 list(gammas),
                 "may sleep" if no_sleep_reason is None else f"never sleeps ({no_sleep_reason})",
             )
-        rank_state, losses = (
-            RankPlanSync(steering, link),
-            LostCapabilityReporter(link, startup_losses.all),
+        plan_sync, lost_capabilities = (
+            RankPlanSync(plan_follower, link),
+            LostCapabilityReporter(link, startup_lost_capabilities.all),
         )
         return EngineHooks(
             policy=policy,
-            ranks=rank_state,
-            losses=losses,
+            ranks=plan_sync,
+            losses=lost_capabilities,
             graph_states=self._graph_states,
             eager=eager,
             orders=self._orders,
@@ -237,7 +237,7 @@ class EngineStartup:
             reporter=reporter,
             sleeping_drafter=sleeping_drafter,
             dual_drafter=dual_drafter,
-            block=block,
+            block=dflash_drafter,
             row_drafting=row_drafting,
             request_options=RequestOptions(
                 RequestClasses(
@@ -251,11 +251,11 @@ class EngineStartup:
             ),
             learning=_drop_empty_learning(
                 LearningSteps(
-                    ranks=rank_state,
-                    losses=losses,
+                    ranks=plan_sync,
+                    losses=lost_capabilities,
                     learner_index=learner,
                     online=online,
-                    follower=follower,
+                    follower=rank_weights,
                     collector=collector,
                     deployment=deployment,
                     split_features=None if dual_drafter is None else dual_drafter.split,
@@ -267,19 +267,19 @@ class EngineStartup:
         self,
         worker: Any,
         scheduler: Any,
-        learning_block: DFlashDrafter | None,
+        learning_dflash: DFlashDrafter | None,
         losses: LostCapabilityReporter,
     ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
         """Makes the online updates of rank 0, or the weights that another rank keeps for them.
 
-        learning_block: the drafter that learns, if it is not the engine's own.  losses: receives
+        learning_dflash: the drafter that learns, if it is not the engine's own.  losses: receives
         the reason if that drafter no longer drafts, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
-        if learning_block is not None and (
+        if learning_dflash is not None and (
             failure_reason := next(
-                filter(None, ranks.peers().all_gather(learning_block.failure_reason)), ""
+                filter(None, ranks.peers().all_gather(learning_dflash.failure_reason)), ""
             )
         ):
             # It may have failed on one rank only, and all ranks have to know.
@@ -292,7 +292,7 @@ class EngineStartup:
         device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
         try:
             online = make_online_updates(
-                worker, device, peers, self._settings, self._orders, learning_block
+                worker, device, peers, self._settings, self._orders, learning_dflash
             )
         except UnsupportedDrafterError as error:
             losses.mark_lost(
@@ -309,14 +309,14 @@ class EngineStartup:
         self,
         worker: Any,
         scheduler: Any,
-        learning_block: DFlashDrafter | None,
+        learning_dflash: DFlashDrafter | None,
         losses: LostCapabilityReporter,
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes the signal collector and the deployment, or neither.
 
         Signals are useful only for a drafter that takes versions.
 
-        learning_block: as for `_build_online_updates`.  losses: receives the reason if the drafter
+        learning_dflash: as for `_build_online_updates`.  losses: receives the reason if the drafter
         has no student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
         """
         if not self._settings.signals_folder:
@@ -329,7 +329,7 @@ class EngineStartup:
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            drafter = live_drafter(worker, ranks.peers(), learning_block)
+            drafter = live_drafter(worker, ranks.peers(), learning_dflash)
             deployment = Deployment(Path(folder), drafter, self._orders)
             if not ranks.is_first_rank():
                 return None, None
@@ -389,9 +389,9 @@ def _require_policy(worker: Any) -> SteeredPolicy:
             f"{type(worker).__name__}): the draft length would not be steered"
         )
     gammas = tuple(policy.candidate_steps)
-    graph_states = tuple(sorted(controller._states))
-    if graph_states != gammas:
-        raise HookError(f"SGLang prepared draft lengths {graph_states}, not {gammas}")
+    prepared_gammas = tuple(sorted(controller._states))
+    if prepared_gammas != gammas:
+        raise HookError(f"SGLang prepared draft lengths {prepared_gammas}, not {gammas}")
     step_tokens = sglang_api.max_step_tokens()
     if step_tokens != gammas[-1] + 1:
         raise HookError(

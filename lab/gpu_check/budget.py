@@ -169,11 +169,11 @@ class Planner:
     def count_starts(self, *policies: str) -> Work:
         """Counts the starts of these engines, except those that run; all others are stopped."""
         work = Work()
-        for policy in policies:
-            if policy in self._running:
+        for engine_name in policies:
+            if engine_name in self._running:
                 continue
-            work += Work(launches=1, captures=self.count_captures(policy))
-            if policy in SHAPE_ENGINES:
+            work += Work(launches=1, captures=self.count_captures(engine_name))
+            if engine_name in SHAPE_ENGINES:
                 work += self.play(warm_up_loads(self.shape))
         self._running = policies
         return work

@@ -107,14 +107,16 @@ class Check(Harness):
 
     def run_only(self, *policies: str) -> None:
         """Stops all engines but these, and starts those of them that do not run."""
-        for policy in [policy for policy in self._engines if policy not in policies]:
-            self._note_losses(policy)
-            self._engines.pop(policy).child.stop()
+        for engine_name in [
+            engine_name for engine_name in self._engines if engine_name not in policies
+        ]:
+            self._note_lost_capabilities(engine_name)
+            self._engines.pop(engine_name).child.stop()
         if policies and self._sidecar_child is None:
             self._start_sidecar(self.sidecar(STEERED))
-        for policy in policies:
-            if policy not in self._engines:
-                self._start(policy)
+        for engine_name in policies:
+            if engine_name not in self._engines:
+                self._start(engine_name)
 
     def abandon(self) -> None:
         """Stops all engines, whatever their state; forgets a sidecar that has died."""
@@ -184,10 +186,10 @@ class Check(Harness):
 
     def play_contender(self, contender: Contender, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream on an engine, held to an arm or not."""
-        policy, arm = contender
+        engine_name, arm = contender
         if arm is None:
-            return self.play(policy, stream)
-        return self.play_pinned(policy, arm, stream)[0]
+            return self.play(engine_name, stream)
+        return self.play_pinned(engine_name, arm, stream)[0]
 
     def play_pairs(
         self, first: Contender, second: Contender, stream: Sequence[StreamPhase]
@@ -260,7 +262,7 @@ class Check(Harness):
             popen,
         )
 
-    def _note_losses(self, policy: str) -> None:
+    def _note_lost_capabilities(self, policy: str) -> None:
         """Notes what the plugin has given up in an engine: a drafter that failed, for example."""
         if policy not in _STEERED_ENGINES:
             return

@@ -77,9 +77,10 @@ def problems(document: Mapping[str, Any]) -> list[str]:
         for problem in part.problems(document)
     ]
     return part_problems + [
-        f"engine {policy}: {loss['capability']} was lost: {loss['reason']}"
-        for policy, losses in document.get("lost", {}).items()
-        for loss in losses
+        f"engine {engine_name}: {lost_capability['capability']} was lost: "
+        f"{lost_capability['reason']}"
+        for engine_name, lost_capabilities in document.get("lost", {}).items()
+        for lost_capability in lost_capabilities
     ]
 
 

@@ -119,12 +119,12 @@ def hindsight_rules(
     rules = []
     for drafter in mixtures:
         assert drafter.mixture is not None
-        main, free = (
+        main, lookup_expected = (
             np.concatenate([pool.accepted[name] for pool in pools])
             for name in (drafter.mixture.main, drafter.mixture.free)
         )
         for gamma in drafter.gammas:
-            tokens = np.bincount(match, np.minimum(free, gamma), MAX_MATCH_LENGTH + 1)
+            tokens = np.bincount(match, np.minimum(lookup_expected, gamma), MAX_MATCH_LENGTH + 1)
             by_length = (tokens / rows)[MIN_MATCH_LENGTH:].tolist()
             rules.append(
                 MixtureRule(

@@ -318,9 +318,9 @@ class AcceptanceEstimator:
         With a parent, the curve is shrunk towards it with `class_exposures` instead.
         """
         settings, steps = self._settings, self._steps
-        mean, prior = settings.prior_acceptance, settings.prior_exposures
+        mean, prior_exposures = settings.prior_acceptance, settings.prior_exposures
         parent_conditional = None if parent is None else parent.conditional
-        weight = prior if parent_conditional is None else settings.class_exposures
+        weight = prior_exposures if parent_conditional is None else settings.class_exposures
         conditional: list[float] = []
         exposures, weights, expected_accepted = [], [], [0.0]
         # Without a parent both lists are the same.
@@ -337,7 +337,9 @@ class AcceptanceEstimator:
             )
             if parent_conditional is not None:
                 mean = parent_conditional[k]
-                own_conditional.append((successes + prior * mean) / (position_exposures + prior))
+                own_conditional.append(
+                    (successes + prior_exposures * mean) / (position_exposures + prior_exposures)
+                )
             mean = (successes + weight * mean) / (position_exposures + weight)
             survival *= mean
             total += survival

@@ -24,7 +24,7 @@ _MOVE_WINDOW_STEPS = 12
 _MEMORY_MOVES = 100.0
 _PRIOR_MOVED = 0.02
 # A shift detected within this many steps of a step at gamma = 0 occurred while gamma = 0 ran.
-_BLIND_DETECTION_STEPS = 16
+_UNOBSERVED_DETECTION_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class HazardEstimator:
         self._steps_since_move = _MOVE_WINDOW_STEPS
         # Steps since the last shift, and its direction; steps since the last one at gamma = 0.
         self._steps_since_shift = self._last_direction = 0
-        self._steps_since_blind = _BLIND_DETECTION_STEPS
+        self._steps_since_blind = _UNOBSERVED_DETECTION_STEPS
 
     def observe_step(self, gamma: int) -> None:
         """Counts a step."""
@@ -236,7 +236,7 @@ class HazardEstimator:
             self._shifts += 1
             self._better_shifts += direction > 0
             self._blind_better_shifts += (
-                direction > 0 and self._steps_since_blind < _BLIND_DETECTION_STEPS
+                direction > 0 and self._steps_since_blind < _UNOBSERVED_DETECTION_STEPS
             )
         self._steps_since_shift, self._last_direction = 0, direction
 

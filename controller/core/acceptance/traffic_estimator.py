@@ -158,25 +158,27 @@ class TrafficEstimator:
         # Only rows that did not opt out of drafting belong to classes.
         drafted_rows = report.batch_size * (1 - self._undrafted_share) - report.ended_rows
         drafted_rows = max(1.0, drafted_rows)
-        for part in report.classes:
-            estimators = self.classes.get(part.label)
+        for class_counts in report.classes:
+            estimators = self.classes.get(class_counts.label)
             if estimators is None:
                 if not self._ensure_class_slot(report.step):
                     continue
-                estimators = self.add_class(part.label)
-                for snapshot in self._pending_warm_starts.pop(part.label, {}).values():
+                estimators = self.add_class(class_counts.label)
+                for snapshot in self._pending_warm_starts.pop(class_counts.label, {}).values():
                     estimators[snapshot.drafter].warm_start_from(
                         snapshot.conditional, snapshot.exposures
                     )
             for name, estimator in estimators.items():
                 if name == report.drafter:
-                    if estimator.observe(part.accepted_counts, part.censored_counts):
+                    if estimator.observe(
+                        class_counts.accepted_counts, class_counts.censored_counts
+                    ):
                         estimator.reset_after_shift()
                 else:
                     estimator.observe_idle_step()
-            rows = sum(part.accepted_counts) + sum(part.censored_counts)
-            self._class_shares[part.label] = rows / drafted_rows
-            self._last_used_step[part.label] = report.step
+            rows = sum(class_counts.accepted_counts) + sum(class_counts.censored_counts)
+            self._class_shares[class_counts.label] = rows / drafted_rows
+            self._last_used_step[class_counts.label] = report.step
 
     def _ensure_class_slot(self, step: int) -> bool:
         """Returns whether one more class can be estimated; removes the longest unused one."""
@@ -264,7 +266,8 @@ class TrafficEstimator:
             for label, share in self._class_shares.items():
                 per_class = classes[label][name].expected_accepted
                 expected_accepted = [
-                    e + share * o for e, o in zip(expected_accepted, per_class, strict=True)
+                    expected + share * class_expected
+                    for expected, class_expected in zip(expected_accepted, per_class, strict=True)
                 ]
             mixed_curves[name] = dataclasses.replace(curve, expected_accepted=expected_accepted)
         return TrafficCurves(

@@ -58,7 +58,7 @@ from controller.core.planning.plan_table import (
     rows_for_probe,
 )
 from controller.core.planning.planner import Values
-from controller.core.planning.value_uncertainty import caution_factors
+from controller.core.planning.value_uncertainty import compute_discounts
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -187,8 +187,8 @@ class EngineController:
         )
 
     def _constrain_rows(self, overrides: Iterable[Override]) -> RowConstraints:
-        ceiling_seconds = self._settings.tpot_ceiling_seconds
-        return constrain_rows(overrides, self.spec, self._buckets, self.arms, ceiling_seconds)
+        tpot_max_seconds = self._settings.tpot_ceiling_seconds
+        return constrain_rows(overrides, self.spec, self._buckets, self.arms, tpot_max_seconds)
 
     @property
     def settings(self) -> PlannerSettings:
@@ -507,8 +507,8 @@ class EngineController:
         uncertainty = decision.estimates.uncertainty
         proven = self._planner.update_proven(uncertainty.arms_that_ran())
         factors = None
-        if self._planner.is_cautious:
-            factors = caution_factors(
+        if self._planner.uses_discounts:
+            factors = compute_discounts(
                 values, uncertainty, self.arms, constraints.cost_buckets, proven
             )
         self._loss_account.commit(values, constraints, shift_probabilities)

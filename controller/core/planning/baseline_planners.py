@@ -38,7 +38,7 @@ class TidePlanner(Planner):
     table; the numerator is 1 + E[accepted | gamma].
     """
 
-    is_cautious = False
+    uses_discounts = False
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
@@ -121,7 +121,7 @@ class EmaPlanner(Planner):
     """Follows SGLang's rule: the moving average of accepted drafts picks the draft length."""
 
     can_explore = False
-    is_cautious = False
+    uses_discounts = False
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings

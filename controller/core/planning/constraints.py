@@ -69,14 +69,14 @@ class RowConstraints:
 
         tpot_seconds: [arms, rows] expected seconds between a sequence's output tokens.
         """
-        is_within = (
+        is_within_bounds = (
             np.ones(tpot_seconds.shape, dtype=bool) if self.feasible is None else self.feasible
         )
         if self.bounds:
-            is_within = is_within & RowBounds(arms, self.bounds).arms_within_bounds(
+            is_within_bounds = is_within_bounds & RowBounds(arms, self.bounds).arms_within_bounds(
                 tpot_seconds, None, 0.0
             )
-        return is_within
+        return is_within_bounds
 
 
 def overrides_for_engine(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:
@@ -99,9 +99,9 @@ def constrain_rows(
     the time per output token, 0 = none.
     """
     overrides = tuple(overrides)
-    limit_ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
-    limit_ends = {end for end in limit_ends if 0 < end < spec.max_batch_size}
-    upper_batch_sizes = tuple(sorted({*buckets, *batch_edges(overrides, spec), *limit_ends}))
+    graph_limit_ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
+    graph_limit_ends = {end for end in graph_limit_ends if 0 < end < spec.max_batch_size}
+    upper_batch_sizes = tuple(sorted({*buckets, *batch_edges(overrides, spec), *graph_limit_ends}))
     if len(upper_batch_sizes) > min(MAX_PLAN_ROWS, max(len(buckets), _PLAN_CELLS_MAX // len(arms))):
         upper_batch_sizes = tuple(buckets)
     cost_buckets = np.array(

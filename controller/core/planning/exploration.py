@@ -310,9 +310,9 @@ class Explorer:
                     is_new = not situation.uncertainty.has_run[best_arm, situation.cost_bucket]
                     # The first probe only measures the cost, for which 2 steps are enough.
                     return best_arm, 2 if situation.uncertainty.is_unprofiled and is_new else steps
-        return self._choose_off_probe(situation, relative_gain)
+        return self._choose_probe_from_gamma_zero(situation, relative_gain)
 
-    def _choose_off_probe(
+    def _choose_probe_from_gamma_zero(
         self, situation: ProbeSituation, relative_gain: NDArray[np.float64]
     ) -> tuple[int, int] | None:
         """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable.
@@ -324,10 +324,10 @@ class Explorer:
             return None
         if self._steps_at_gamma_zero < observation_cost.interval_steps[row]:
             return None
-        drafter = self._off_probes % len(observation_cost.probe_arms)
+        drafter_turn = self._off_probes % len(observation_cost.probe_arms)
         arm, steps = (
-            int(observation_cost.probe_arms[drafter, row]),
-            int(observation_cost.probe_steps[drafter, row]),
+            int(observation_cost.probe_arms[drafter_turn, row]),
+            int(observation_cost.probe_steps[drafter_turn, row]),
         )
         if situation.feasible is not None and not situation.feasible[arm]:
             return None

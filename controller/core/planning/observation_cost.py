@@ -175,13 +175,15 @@ class ObservationPricer:
             )
         cost_steps = cost_steps + catch_up.fixed_seconds / plain_seconds
         # Missed tokens need not be read after their requests have ended.
-        short_interval = cost_steps / np.maximum(budget_shares - catch_up_share, 1e-9)
-        long_interval = (cost_steps + catch_up_share * _MISSED_STEPS_MAX) / budget_shares
-        chosen_interval = np.maximum(best_interval, np.minimum(short_interval, long_interval))
-        blind_loss = (
+        interval_if_few_missed = cost_steps / np.maximum(budget_shares - catch_up_share, 1e-9)
+        interval_if_all_missed = (cost_steps + catch_up_share * _MISSED_STEPS_MAX) / budget_shares
+        chosen_interval = np.maximum(
+            best_interval, np.minimum(interval_if_few_missed, interval_if_all_missed)
+        )
+        unobserved_loss = (
             cost_steps / chosen_interval
             + np.minimum(catch_up_share, budget_shares)
             + gain * better_probability * chosen_interval / 2
         )
-        loss_share = np.where(is_worthwhile, np.minimum(blind_loss, 0.9), 0.0)
+        loss_share = np.where(is_worthwhile, np.minimum(unobserved_loss, 0.9), 0.0)
         return ObservationCost(probe_arms, probe_steps, interval_steps, loss_share, budget_shares)

@@ -332,7 +332,7 @@ def merge_sorted(overrides: Iterable[Override], batch_size: int) -> Limits:
         high,
         any(o.rule.off for o in active),
         drafter,
-        frozenset(override_id for o in active for override_id in o.rule.deny_drafters),
+        frozenset(drafter_name for o in active for drafter_name in o.rule.deny_drafters),
         not any(o.rule.deny_exploration for o in active),
         tuple(sorted(o.override_id for o in active)),
         tuple(sorted({low_by, high_by} - {""})),

@@ -115,7 +115,7 @@ class Planner:
 
     can_explore = True
     # Whether `update` uses discounts.
-    is_cautious = True
+    uses_discounts = True
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
@@ -196,12 +196,12 @@ class Planner:
         value = _mask_excluded(self._possible, values.tokens_per_second)
         if discounts is not None:
             value = value * discounts
-        unpriced_value, is_within = value, self._arms_within_bounds(values, discounts)
+        unpriced_value, is_within_bounds = value, self._arms_within_bounds(values, discounts)
         if self._is_off[
-            apply_bounds(unpriced_value, unpriced_value, is_within).argmax(axis=0)
+            apply_bounds(unpriced_value, unpriced_value, is_within_bounds).argmax(axis=0)
         ].any():
             self.observation_cost = self._observation_pricer.price_observation(
-                self._probe_values(value, is_within),
+                self._probe_values(value, is_within_bounds),
                 values.costs.seconds,
                 values.catch_up_price,
                 hazard,
@@ -212,10 +212,12 @@ class Planner:
                 )
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
-            self._mark_overridden(apply_bounds(value, unpriced_value, is_within).argmax(axis=0))
+            self._mark_overridden(
+                apply_bounds(value, unpriced_value, is_within_bounds).argmax(axis=0)
+            )
             value = _mask_excluded(self._feasible, value)
-        if is_within is not None:
-            value = self._apply_bounds(value, unpriced_value, is_within)
+        if is_within_bounds is not None:
+            value = self._apply_bounds(value, unpriced_value, is_within_bounds)
         best_arms: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best_arms
@@ -322,10 +324,10 @@ class Planner:
         if self._bounds is None:
             return None
         tpot_seconds = values.tpot_seconds if discounts is None else values.tpot_seconds / discounts
-        is_within = self._bounds.arms_within_bounds(
+        is_within_bounds = self._bounds.arms_within_bounds(
             tpot_seconds, self.choice, self._settings.switch_margin
         )
-        return is_within if self._possible is None else is_within & self._possible
+        return is_within_bounds if self._possible is None else is_within_bounds & self._possible
 
     def _probe_values(
         self, value: NDArray[np.float64], is_within: NDArray[np.bool_] | None
@@ -357,16 +359,19 @@ class Planner:
 
         If no arm meets it, the one with the smallest time per token is chosen.
         """
-        value, is_within = (
+        value, is_within_bounds = (
             _mask_excluded(self._possible, values.tokens_per_second),
             self._arms_within_bounds(values),
         )
-        assert is_within is not None
+        assert is_within_bounds is not None
         if self._feasible is not None:
-            value, is_within = _mask_excluded(self._feasible, value), is_within & self._feasible
-        best_arms = apply_bounds(value, value, is_within).argmax(axis=0).tolist()
+            value, is_within_bounds = (
+                _mask_excluded(self._feasible, value),
+                is_within_bounds & self._feasible,
+            )
+        best_arms = apply_bounds(value, value, is_within_bounds).argmax(axis=0).tolist()
         bounded_choice = [
-            arm if is_within[arm, j] else best_arms[j] for j, arm in enumerate(choice)
+            arm if is_within_bounds[arm, j] else best_arms[j] for j, arm in enumerate(choice)
         ]
         self._record_excluded(choice, bounded_choice)
         return bounded_choice
@@ -396,10 +401,10 @@ class Planner:
         feasible = None if self._feasible is None else self._feasible[:, row]
         if self._bounds is None or self.choice is None:
             return feasible
-        share = self._settings.probe_share
+        probe_time_share = self._settings.probe_share
         if self.observation_cost is not None:
-            share = max(share, float(self.observation_cost.budget_share[row]))
+            probe_time_share = max(probe_time_share, float(self.observation_cost.budget_share[row]))
         tpot_seconds, seconds = values.tpot_seconds[:, row], values.costs.seconds[:, row]
         return self._bounds.probe_candidates(
-            row, self.choice[row], tpot_seconds, seconds, feasible, share
+            row, self.choice[row], tpot_seconds, seconds, feasible, probe_time_share
         )

@@ -80,13 +80,13 @@ class RowBounds:
         index; it may exceed the bound by `margin`, so that noise at the bound does not cause
         switching.
         """
-        is_within: NDArray[np.bool_] = tpot_seconds <= self.seconds
+        is_within_bounds: NDArray[np.bool_] = tpot_seconds <= self.seconds
         if current_arms is not None:
             rows = np.arange(len(self.seconds))
-            is_within[current_arms, rows] |= tpot_seconds[current_arms, rows] <= self.seconds * (
-                1 + margin
-            )
-        return is_within
+            is_within_bounds[current_arms, rows] |= tpot_seconds[
+                current_arms, rows
+            ] <= self.seconds * (1 + margin)
+        return is_within_bounds
 
     def probe_values(
         self, value: NDArray[np.float64], is_within: NDArray[np.bool_]

@@ -104,7 +104,7 @@ def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([math.erf(value) for value in x])
 
 
-def caution_factors(
+def compute_discounts(
     values: Values,
     uncertainty: CostUncertainty,
     arms: Sequence[Arm],

@@ -152,9 +152,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 resource=request.override_id,
             )
         _require_scope(active.override)
-        before = self.override_registry.active()
-        after = self.override_registry.active_without(request.override_id)
-        effects = await self._override_effects(active.override, before, after)
+        overrides_before = self.override_registry.active()
+        overrides_after = self.override_registry.active_without(request.override_id)
+        effects = await self._override_effects(active.override, overrides_before, overrides_after)
         await self.override_registry.clear_override(request.override_id, request.etag, actor)
         return effects
 
@@ -178,7 +178,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ListOverridesRequest, context: Context
     ) -> policy_pb2.ListOverridesResponse:
         """Lists a page of the overrides in force here, and the state of the store."""
-        active_by_id = {h.override.override_id: h for h in self.override_registry.list_active()}
+        active_by_id = {
+            active.override.override_id: active for active in self.override_registry.list_active()
+        }
         rows, token = await page_of(
             self._read_queue,
             active_by_id,
@@ -220,8 +222,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """Returns its effects on this sidecar's engines in its scope, ordered by engine id."""
         effects = []
         for session in self.override_registry.sessions_in_scope(override.scope):
-            ceiling_seconds = session.core.settings.tpot_ceiling_seconds
-            effect = effect_on(session.spec, override, before, after, ceiling_seconds)
+            tpot_max_seconds = session.core.settings.tpot_ceiling_seconds
+            effect = effect_on(session.spec, override, before, after, tpot_max_seconds)
             rows = preview_plan(session.core, after) if effect.arms or effect.bound else ()
             effects.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))

@@ -89,12 +89,12 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             path = await asyncio.to_thread(self.profiles.save, profile)
             self.profiles.add(profile)
         # Only now: engines may have come or gone while the file was written.
-        matching = [s for s in self.registry if mismatch(profile, s.spec) is None]
-        for session in matching:
+        matching_sessions = [s for s in self.registry if mismatch(profile, s.spec) is None]
+        for session in matching_sessions:
             session.use_profile(profile)
             await asyncio.sleep(0)
         await self.fleet.publish(profile)
-        engines = sorted(session.engine_id for session in matching)
+        engines = sorted(session.engine_id for session in matching_sessions)
         _log.info(
             "profile_installed",
             profile=profile.profile_id,

@@ -207,7 +207,7 @@ class _SteerStream:
         self._is_decision_scheduled = False
         self._decision_error: Exception | None = None
         # Messages with reports since the last response.
-        self._unacknowledged = 0
+        self._unacknowledged_messages = 0
 
     async def run(self, first_request: service_pb2.SteerRequest) -> None:
         """Serves the stream until the client has sent its last message.
@@ -236,7 +236,7 @@ class _SteerStream:
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         while True:
-            done = reader.done()
+            is_input_ended = reader.done()
             if self._session.end_error is not None:
                 if self._session.is_shutting_down and self._session.stream is self:
                     await self._send(self._session.plan, is_last=True)
@@ -245,7 +245,7 @@ class _SteerStream:
                 raise self._session.end_error
             if self._session.stream is not self:
                 raise NoSessionError("another stream of this session took over")
-            if done:
+            if is_input_ended:
                 self._session.advance()
             elif self._session.is_plan_due and not self._is_decision_scheduled:
                 self._is_decision_scheduled = True
@@ -253,7 +253,7 @@ class _SteerStream:
             if self._decision_error is not None:
                 raise self._decision_error
             await self._send(self._session.plan)
-            if done:
+            if is_input_ended:
                 reader.result()
                 return
             await self._wake_event.wait()
@@ -276,7 +276,7 @@ class _SteerStream:
         """
         is_new = plan.epoch > self._sent_epoch
         if is_new or self._rejections or self._must_acknowledge or is_last:
-            self._unacknowledged = 0
+            self._unacknowledged_messages = 0
             received = _received_to_proto(self._received)
             rejections, self._rejections = self._rejections, []
             self._rejections_sent.set()
@@ -302,11 +302,11 @@ class _SteerStream:
             dropped = self._received.dropped_reports + request.dropped_reports
             self._received.dropped_reports = min(dropped, COUNT_MAX)
             if request.lost:
-                self._record_losses(request.lost)
+                self._record_lost_capabilities(request.lost)
             await self._process_reports(request.reports)
             if request.reports:
                 session.counters.messages += 1
-                self._unacknowledged += 1
+                self._unacknowledged_messages += 1
             if self._has_work:
                 self._wake_event.set()
             request = await read_message(self._context)
@@ -319,17 +319,17 @@ class _SteerStream:
 
     @property
     def _must_acknowledge(self) -> bool:
-        return self._unacknowledged >= _MESSAGES_IN_FLIGHT
+        return self._unacknowledged_messages >= _MESSAGES_IN_FLIGHT
 
-    def _record_losses(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
+    def _record_lost_capabilities(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
         """Records lost capabilities; invalid ones are refused together."""
         try:
-            known_losses = [
+            known_lost_capabilities = [
                 lost_capability
                 for lost_capability in lost
                 if lost_capability.drafter not in self._session.unknown_drafters
             ]
-            self._session.record_losses(lost_capabilities_from_proto(known_losses))
+            self._session.record_losses(lost_capabilities_from_proto(known_lost_capabilities))
         except InvalidLossError as error:
             self._refuse(0, error)
 
@@ -347,22 +347,22 @@ class _SteerStream:
             )
         deadline = monotonic() + _SLICE_SECONDS
         # Stale reports in a row are refused together.
-        stale, session = 0, self._session
+        stale_count, session = 0, self._session
         for number, message in enumerate(reports, 1):
             if session.has_ended:
                 return
             if message.step <= session.newest_step:
-                stale += 1
+                stale_count += 1
                 continue
-            if stale:
-                self._refuse_stale(reports[number - 2].step, stale)
-                stale = 0
+            if stale_count:
+                self._refuse_stale(reports[number - 2].step, stale_count)
+                stale_count = 0
             self._observe(message)
             if number % _CHUNK_REPORTS == 0 or monotonic() >= deadline:
                 await self._yield_to_others()
                 deadline = monotonic() + _SLICE_SECONDS
-        if stale:
-            self._refuse_stale(reports[-1].step, stale)
+        if stale_count:
+            self._refuse_stale(reports[-1].step, stale_count)
         if self._refusal_cost:
             await self._yield_to_others()
 
@@ -379,9 +379,9 @@ class _SteerStream:
             self._rejections_sent.clear()
             await self._rejections_sent.wait()
         cost, self._refusal_cost = self._refusal_cost, 0.0
-        is_free = not cost or self._session.refusal_bucket.try_consume(cost)
+        is_within_own_limit = not cost or self._session.refusal_bucket.try_consume(cost)
         await asyncio.sleep(
-            0 if is_free else self._shared_refusal_limit.consume(self._source, cost)
+            0 if is_within_own_limit else self._shared_refusal_limit.consume(self._source, cost)
         )
 
     def _observe(self, message: engine_pb2.StepReport) -> None:

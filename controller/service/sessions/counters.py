@@ -81,11 +81,11 @@ class StepCounters:
         """Adds an accepted report.  previous_report: the accepted report before it."""
         self.reports += 1
         self.step_seconds += report.step_seconds
-        lengths, counts = self.sequences_by_length, report.accepted_counts
-        if len(counts) > len(lengths):
-            lengths += [0] * (len(counts) - len(lengths))
+        sequences_by_length, counts = self.sequences_by_length, report.accepted_counts
+        if len(counts) > len(sequences_by_length):
+            sequences_by_length += [0] * (len(counts) - len(sequences_by_length))
         for k, sequences in enumerate(counts):
-            lengths[k] += sequences
+            sequences_by_length[k] += sequences
         if report.groups:
             self._count_groups(report.groups)
         elif report.gamma:

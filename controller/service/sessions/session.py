@@ -239,10 +239,10 @@ class EngineSession:
 
     def record_losses(self, lost_capabilities: Iterable[LostCapability]) -> None:
         """Removes lost capabilities from planning.  Raises InvalidLossError."""
-        new_losses = self.core.record_lost_capabilities(lost_capabilities)
-        if not new_losses:
+        newly_lost = self.core.record_lost_capabilities(lost_capabilities)
+        if not newly_lost:
             return
-        self._log_lost(new_losses)
+        self._log_lost(newly_lost)
         self.wake_streams()
         measurement = self.measurement
         if measurement is None or measurement.arm is None:
@@ -301,15 +301,17 @@ class EngineSession:
         self.counters.plans[plan.reason] += 1
         if not _changes_engine(previous_plan, plan):
             return
-        size = self.last_report.batch_size if self.last_report else 1
-        arm, previous_arm = plan.row_for(size).arm, previous_plan.row_for(size).arm
+        batch_size = self.last_report.batch_size if self.last_report else 1
+        arm, previous_arm = plan.row_for(batch_size).arm, previous_plan.row_for(batch_size).arm
         if arm != previous_arm or _differs_outside_rows(previous_plan, plan):
-            self.plan_log.append(PlanLogEntry.from_plans(time.time(), size, previous_plan, plan))
+            self.plan_log.append(
+                PlanLogEntry.from_plans(time.time(), batch_size, previous_plan, plan)
+            )
         _log.info(
             "plan_changed",
             engine=self.engine_id,
             decision=self.decision_id,
-            batch_size=size,
+            batch_size=batch_size,
             drafter=arm.drafter,
             gamma=arm.gamma,
             was=f"{previous_arm.drafter} {previous_arm.gamma}",

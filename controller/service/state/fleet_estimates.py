@@ -99,7 +99,9 @@ class FleetEstimates:
         source = f"{group}{slot:x}"
         try:
             for drafter in spec.drafters:
-                drafter_snapshots = [b for b in snapshots if b.drafter == drafter.name]
+                drafter_snapshots = [
+                    snapshot for snapshot in snapshots if snapshot.drafter == drafter.name
+                ]
                 if drafter_snapshots:
                     text = warm_start.to_json(drafter_snapshots)
                     await self.blobs.put(ACCEPTANCE, _store_key(spec, drafter), source, text)

@@ -124,8 +124,8 @@ class FleetProfiles:
         cached = self._cached_summaries
         self._cached_summaries = {name: cached[name] for name in names if name in cached}
         for name in names:
-            make = partial(_summarize, cached=self._cached_summaries.get(name))
-            self._cached_summaries[name] = await self._read(name, make)
+            process = partial(_summarize, cached=self._cached_summaries.get(name))
+            self._cached_summaries[name] = await self._read(name, process)
         summaries = (self._cached_summaries[name][1] for name in names)
         self._listed = tuple(summary for summary in summaries if summary is not None)
         if pushes == self._pushes:

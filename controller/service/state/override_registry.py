@@ -142,22 +142,23 @@ class OverrideRegistry:
     async def use_policy(self, policy: Policy) -> None:
         """Replaces the policy in force."""
         self.policy = policy
-        new = {
+        new_overrides = {
             o.override_id: ActiveOverride(o, "", math.inf, policy.read_at, str(policy.path))
             for o in policy.overrides
         }
-        previous, self._policy_overrides = self._policy_overrides, new
-        for name, active in previous.items():
-            if name not in new:
+        previous_overrides, self._policy_overrides = self._policy_overrides, new_overrides
+        for name, active in previous_overrides.items():
+            if name not in new_overrides:
                 self._watchers.notify(OverrideChange("ended", active))
         changed = [
-            n
-            for n, active in new.items()
-            if n not in previous or previous[n].override != active.override
+            override_id
+            for override_id, active in new_overrides.items()
+            if override_id not in previous_overrides
+            or previous_overrides[override_id].override != active.override
         ]
         for name in changed:
-            self._watchers.notify(OverrideChange("set", new[name]))
-        if changed or previous.keys() != new.keys():
+            self._watchers.notify(OverrideChange("set", new_overrides[name]))
+        if changed or previous_overrides.keys() != new_overrides.keys():
             await self._push_to_sessions()
 
     async def set_override(
@@ -298,27 +299,30 @@ class OverrideRegistry:
 
         All sidecars choose the same entries, because the store assigns the revisions.
         """
-        chosen, unusable = set[str](), dict[str, tuple[str, str]]()
+        chosen_ids, unusable_entries = set[str](), dict[str, tuple[str, str]]()
         for entry in sorted(entries, key=lambda entry: (-entry.revision, entry.override_id)):
             name = entry.override_id
-            if len(chosen) == LIVE_ENTRIES_MAX:
+            if len(chosen_ids) == LIVE_ENTRIES_MAX:
                 reason = _OVER_LIMIT_REASON
             elif (reason := self._activate_entry(entry)) == "":
-                chosen.add(name)
+                chosen_ids.add(name)
                 continue
-            unusable[name] = entry.etag, reason
-        for name in self._active_by_id.keys() - chosen:
+            unusable_entries[name] = entry.etag, reason
+        for name in self._active_by_id.keys() - chosen_ids:
             self._deactivate(name)
         if new_reasons := {
-            n: etag_and_reason
-            for n, etag_and_reason in unusable.items()
-            if self._unusable.get(n) != etag_and_reason
+            override_id: etag_and_reason
+            for override_id, etag_and_reason in unusable_entries.items()
+            if self._unusable.get(override_id) != etag_and_reason
         }:
             _log.error(
-                "overrides_not_in_force", count=len(unusable),
-                overrides={n: new_reasons[n][1] for n in sorted(new_reasons)[:_NAMED_MAX]},
+                "overrides_not_in_force", count=len(unusable_entries),
+                overrides={
+                    override_id: new_reasons[override_id][1]
+                    for override_id in sorted(new_reasons)[:_NAMED_MAX]
+                },
             )  # fmt: skip
-        self._unusable = unusable
+        self._unusable = unusable_entries
 
     async def _apply_entry(self, entry: Entry, override: Override) -> ActiveOverride:
         """Puts a written entry into force."""
@@ -426,12 +430,12 @@ def _printable(text: str) -> str:
 
 def revision_of(etag: str) -> int:
     """Returns the revision that an etag stands for.  Raises OverrideChangedError."""
-    number = etag.partition("-")[0]
-    if etag and not number.isdecimal():
+    revision_text = etag.partition("-")[0]
+    if etag and not revision_text.isdecimal():
         raise OverrideChangedError(
             f"{etag[:40]!r} is not an etag: send the etag of the override unchanged"
         )
-    return int(number[:18]) if etag else 0
+    return int(revision_text[:18]) if etag else 0
 
 
 def classify_conflict(

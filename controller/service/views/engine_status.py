@@ -200,25 +200,30 @@ def _costs(explanation: Explanation) -> dict[str, Any]:
     table, arms = explanation.table, explanation.arms
     prior = explanation.prior
     rows = range(len(table.batch_sizes))
-    fitting = (j for j in rows if explanation.batch_size <= table.batch_sizes[j])
+    fitting_buckets = (
+        bucket for bucket in rows if explanation.batch_size <= table.batch_sizes[bucket]
+    )
     return {
         "arms": [[value.arm.drafter, value.arm.gamma] for value in arms],
         "batch_sizes": table.batch_sizes,
         "seconds": table.seconds,
         "tokens_per_second": table.tokens_per_second,
         "source": [
-            [prior or ("extrapolated" if outside else "measured") for outside in line]
-            for line in table.extrapolated
+            [
+                prior or ("extrapolated" if is_extrapolated else "measured")
+                for is_extrapolated in extrapolated_row
+            ]
+            for extrapolated_row in table.extrapolated
         ],
         "legal": table.feasible,
         "frontier": [
             max(
                 range(len(arms)),
-                key=lambda i: (table.feasible[i][j], table.tokens_per_second[i][j]),
+                key=lambda i: (table.feasible[i][bucket], table.tokens_per_second[i][bucket]),
             )
-            for j in rows
+            for bucket in rows
         ],
-        "row": next(fitting, len(table.batch_sizes) - 1),
+        "row": next(fitting_buckets, len(table.batch_sizes) - 1),
         "batch_size": explanation.batch_size,
         "arm": next(i for i, value in enumerate(arms) if value.chosen),
     }

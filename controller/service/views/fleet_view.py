@@ -327,9 +327,9 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
     Raises ValueError.
     """
     head, engines, refused = decode_summary(summary.body)
-    overdue = summary.age_seconds > _OVERDUE_INTERVALS * head.every_seconds + _SLACK_SECONDS
+    is_overdue = summary.age_seconds > _OVERDUE_INTERVALS * head.every_seconds + _SLACK_SECONDS
     fleet_engines = [
-        FleetEngine(head.sidecar, summary.source, engine, summary.age_seconds, silent=overdue)
+        FleetEngine(head.sidecar, summary.source, engine, summary.age_seconds, silent=is_overdue)
         for engine in engines
     ]
     return fleet_engines, refused, head.left_out

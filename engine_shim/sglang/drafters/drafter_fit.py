@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from engine_shim.common.checks import Check
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
-from engine_shim.sglang.training.blocks import STEERED_FAMILIES
+from engine_shim.sglang.training.blocks import SD2_FAMILIES
 from engine_shim.sglang.training.drafter_config import (
     DEFAULT_FEATURE_COUNT,
     EAGLE_LAYERS,
@@ -72,7 +72,7 @@ class DrafterPair(NamedTuple):
 def fit_check(topic: str, pair: DrafterPair) -> Check:
     """Compares a drafter with its target."""
     checkpoint = f"{pair.draft.model_path} ({', '.join(pair.architectures) or 'no architecture'})"
-    if STEERED_FAMILIES.keys() & set(pair.architectures):
+    if SD2_FAMILIES.keys() & set(pair.architectures):
         # A class of this plugin, which is added to SGLang's registry when the engine starts.
         return Check(topic, checkpoint, next(_steered_obstacles(pair), ""))
     model = model_class(pair.architectures)
@@ -250,14 +250,16 @@ def _width_mismatch_text(width: int, target: ModelConfig) -> str:
 def _layer_obstacles(pair: DrafterPair) -> Iterator[str]:
     """Compares the layers that an EAGLE3 drafter reads with those that the target has."""
     layers, features = pair.eagle3.captured_layers, pair.eagle3.features
-    count = pair.target.hf_text_config.num_hidden_layers
-    if layers and not all(-1 <= layer <= count for layer in layers):
-        yield f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), and it has {count}"
-    emitted = len(layers or ()) or DEFAULT_FEATURE_COUNT
-    if features != emitted:
+    layer_total = pair.target.hf_text_config.num_hidden_layers
+    if layers and not all(-1 <= layer <= layer_total for layer in layers):
         yield (
-            f"it reads {features} hidden states (num_aux_hidden_states), and {emitted} are emitted "
-            f"({EAGLE_LAYERS})"
+            f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), and it has {layer_total}"
+        )
+    emitted_count = len(layers or ()) or DEFAULT_FEATURE_COUNT
+    if features != emitted_count:
+        yield (
+            f"it reads {features} hidden states (num_aux_hidden_states), and {emitted_count} are "
+            f"emitted ({EAGLE_LAYERS})"
         )
 
 
@@ -319,8 +321,8 @@ def _no_gain_reasons(pair: DrafterPair, model: type) -> Iterator[str]:
     if abs(draft.vocab_size - target.vocab_size) > SAME_TOKENIZER_MAX_ROWS:
         mismatch = _vocabulary_mismatch_text(pair)
         yield f"{mismatch}: it was made for another tokenizer, or another model"
-    is_head = any("Eagle" in name for name in pair.architectures)
-    if is_head and draft.num_hidden_layers >= target.num_hidden_layers:
+    is_eagle_head = any("Eagle" in name for name in pair.architectures)
+    if is_eagle_head and draft.num_hidden_layers >= target.num_hidden_layers:
         yield (
             f"its config.json names {draft.num_hidden_layers} layers, and the target has "
             f"{target.num_hidden_layers}: write there how many it has"

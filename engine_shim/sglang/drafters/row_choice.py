@@ -80,9 +80,9 @@ class RowChoice:
         return device_rule
 
     def _to_device_rule(self, entry: MixtureRule) -> DeviceRule:
-        free, min_match = entry.free_expected, entry.least_match
+        lookup_expected, min_match = entry.free_expected, entry.least_match
         by_length = [
-            free[min(length - min_match, len(free) - 1)]
+            lookup_expected[min(length - min_match, len(lookup_expected) - 1)]
             if length >= max(min_match, MIN_MATCH_TOKENS)
             else 0.0
             for length in range(MAX_MATCH_TOKENS + 1)
@@ -117,10 +117,10 @@ class RowChoice:
         (-1: no rule), the length of its match, the leading tokens of the main drafter's proposal
         (-1: no proposal) and of the lookup's that agree with the answer, and the accepted drafts.
         """
-        main, free = proposals.main, proposals.free
+        main, lookup = proposals.main, proposals.free
         known_counts = known_counts.to(torch.int64)
         accepted = known_counts - 1
-        free_accepted = _agreeing_tokens(free.tokens, verified, known_counts)
+        lookup_accepted = _agreeing_tokens(lookup.tokens, verified, known_counts)
         if main is None:
             main_accepted = torch.full_like(accepted, -1)
         else:
@@ -129,22 +129,22 @@ class RowChoice:
         # draw the same token.
         if proposals.is_mixed and proposals.prefers_lookup is not None:
             main_accepted = torch.where(proposals.prefers_lookup, main_accepted, accepted)
-            free_accepted = torch.where(proposals.prefers_lookup, accepted, free_accepted)
+            lookup_accepted = torch.where(proposals.prefers_lookup, accepted, lookup_accepted)
         elif proposals.is_verified:
-            main_accepted, free_accepted = (
-                (main_accepted, accepted) if main is None else (accepted, free_accepted)
+            main_accepted, lookup_accepted = (
+                (main_accepted, accepted) if main is None else (accepted, lookup_accepted)
             )
         if proposals.prefers_lookup is None or proposals.rule is None:
             prefers_lookup = torch.full_like(accepted, -1)
         else:
             prefers_lookup = proposals.prefers_lookup.to(torch.int64)
-            self._update(proposals, proposals.rule, main_accepted, free_accepted, known_counts)
-        columns = (prefers_lookup, free.match_length, main_accepted, free_accepted, accepted)
+            self._update(proposals, proposals.rule, main_accepted, lookup_accepted, known_counts)
+        columns = (prefers_lookup, lookup.match_length, main_accepted, lookup_accepted, accepted)
         return torch.stack(columns, dim=1).to(torch.int16)
 
     def _update(
         self, proposals: RowProposals, rule: DeviceRule, main_accepted: torch.Tensor,
-        free_accepted: torch.Tensor, known_counts: torch.Tensor,
+        lookup_accepted: torch.Tensor, known_counts: torch.Tensor,
     ) -> None:  # fmt: skip
         rows, gamma, match = proposals.rows, proposals.gamma, proposals.free.match_length
         ratios = self._ratios.index_select(0, rows)
@@ -155,7 +155,7 @@ class RowChoice:
             ),
             dim=1,
         )
-        accepted = torch.stack((main_accepted, free_accepted), dim=1)
+        accepted = torch.stack((main_accepted, lookup_accepted), dim=1)
         # A longer proposal that agrees with all known tokens is censored: its true value is at
         # least that number.
         is_censored = (accepted == known_counts[:, None]) & (known_counts[:, None] < gamma)

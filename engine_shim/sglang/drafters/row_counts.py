@@ -44,7 +44,7 @@ def count_rows(
     that the answers took, for rows that were cut at the end of an answer.
     """
     gamma = report.gamma
-    prefers_lookup, match, main_accepted, free_accepted, accepted_counts = np.asarray(
+    prefers_lookup, match, main_accepted, lookup_accepted, accepted_counts = np.asarray(
         outcome_cpu, dtype=np.int64
     ).T
     # Without a rule it is unknown what the mixture would have chosen.
@@ -56,15 +56,15 @@ def count_rows(
         for row, tokens in cut_row_tokens.items():
             accepted_counts[row] = tokens - 1
         main_accepted = np.minimum(main_accepted, accepted_counts + 1)
-        free_accepted = np.minimum(free_accepted, accepted_counts + 1)
-    _count_lookup(report, names[lookup_index], match, free_accepted, accepted_counts, gamma)
+        lookup_accepted = np.minimum(lookup_accepted, accepted_counts + 1)
+    _count_lookup(report, names[lookup_index], match, lookup_accepted, accepted_counts, gamma)
     if role.is_mixed and role.main is not None:
         for drafter, rows in ((role.main, ~prefers_lookup), (lookup_index, prefers_lookup)):
             if rows.any():
                 add_group(report, names[drafter], gamma, _histogram(host_accepted[rows], gamma))
         _count_proposals(report, names[role.main], 0, main_accepted, accepted_counts, gamma)
     elif role.main is not None and mixture_index is not None and has_rule:
-        mixture_accepted = np.where(prefers_lookup, free_accepted, main_accepted)
+        mixture_accepted = np.where(prefers_lookup, lookup_accepted, main_accepted)
         _count_proposals(report, names[mixture_index], 0, mixture_accepted, accepted_counts, gamma)
 
 
@@ -73,10 +73,10 @@ def count_compared(report: StepReport, outcome_cpu: Any, main: str, lookup: str)
 
     main: the drafter that reads the tokens; its column is -1 if it proposes nothing.
     """
-    _, match, main_accepted, free_accepted, accepted_counts = np.asarray(
+    _, match, main_accepted, lookup_accepted, accepted_counts = np.asarray(
         outcome_cpu, dtype=np.int64
     ).T
-    _count_lookup(report, lookup, match, free_accepted, accepted_counts, 1)
+    _count_lookup(report, lookup, match, lookup_accepted, accepted_counts, 1)
     if len(main_accepted) and main_accepted[0] >= 0:
         _count_proposals(report, main, 0, main_accepted, accepted_counts, 1)
 

@@ -129,12 +129,12 @@ class RowDrafting(OptionalPart):
             first_tokens = draft_input.topk_index[:, :1]
             if draft.hot_token_id is not None:
                 first_tokens = draft.hot_token_id[first_tokens]
-        free = self._propose(batch, 1)
+        lookup = self._propose(batch, 1)
         self._row_proposals = RowProposals(
             batch.req_pool_indices,
             1,
             first_tokens,
-            free,
+            lookup,
             None,
             None,
             is_mixed=False,
@@ -146,11 +146,11 @@ class RowDrafting(OptionalPart):
         if not fits_draft_worker(draft, batch):
             return None
         gamma = draft.speculative_num_steps
-        free = self._propose(batch, gamma)
+        lookup = self._propose(batch, gamma)
         self._row_proposals = RowProposals(
-            batch.req_pool_indices, gamma, None, free, None, None, is_mixed=False
+            batch.req_pool_indices, gamma, None, lookup, None, None, is_mixed=False
         )
-        return build_verification(draft, batch, free.tokens)
+        return build_verification(draft, batch, lookup.tokens)
 
     def add_lookup(self, verify: Any, batch: Any, role: Role, rules: Sequence[MixtureRule]) -> None:
         """Adds the lookup's proposals to the drafts in `verify`; mixes them in a mixed role."""
@@ -158,12 +158,12 @@ class RowDrafting(OptionalPart):
         batch_size = batch.seq_lens.shape[0]
         draft_tokens = verify.draft_token.view(batch_size, -1)
         gamma = draft_tokens.shape[1] - 1
-        free = self._propose(batch, gamma)
+        lookup = self._propose(batch, gamma)
         rule = None
         if (mixture := self._mixtures.get(role.main)) is not None:
             rule = self._choice.find_rule(rules, self._drafter_names[mixture], gamma)
         tokens, self._row_proposals = self._choice.choose(
-            batch.req_pool_indices, draft_tokens[:, 1:], free, rule, is_mixed=role.is_mixed
+            batch.req_pool_indices, draft_tokens[:, 1:], lookup, rule, is_mixed=role.is_mixed
         )
         if self._row_proposals.is_mixed:
             mixed = torch.cat((draft_tokens[:, :1], tokens.to(draft_tokens.dtype)), dim=1)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.training import drafter_config
-from engine_shim.sglang.training.blocks import STEERED_FAMILIES
+from engine_shim.sglang.training.blocks import SD2_FAMILIES
 
 
 class Sd2Mlp(nn.Module):
@@ -144,6 +144,6 @@ def around_carried_width(
 ) -> tuple[int, int | None]:
     """Wraps the function `resolve_spec_hidden_size`, for the width passed between draft steps."""
     width, flattened = original(config, *sizes)
-    if STEERED_FAMILIES.keys() & set(getattr(config, "architectures", None) or ()):
+    if SD2_FAMILIES.keys() & set(getattr(config, "architectures", None) or ()):
         width = carried_width(config)
     return width, flattened

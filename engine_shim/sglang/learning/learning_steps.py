@@ -212,6 +212,6 @@ def make_online_updates(
     drafter = live_drafter(worker, ranks, second_drafter)
     if ranks.rank:
         weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
-        weights.register_orders(orders)
+        weights.register_commands(orders)
         return weights
     return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)

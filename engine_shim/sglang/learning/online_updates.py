@@ -97,7 +97,7 @@ class OnlineUpdates:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
         self._orders = orders or RankCommands()
-        self._target_changes, self._borrowed_stale = 0, False
+        self._target_changes, self._is_borrowed_head_stale = 0, False
         side = make_side_stream(drafter.device)
         self._weights = OnlineWeights(drafter, per_request=self._per_request, side=side)
         rings = make_ring_shape(drafter, settings, largest_gamma)
@@ -110,7 +110,7 @@ class OnlineUpdates:
         self._is_trainer_idle = False
         self._is_learning = False
         self._is_reset = False
-        self._applied_seconds = 0.0
+        self._unreported_update_seconds = 0.0
         # Draft length for which a round is trained if the learner has not drafted it: that of the
         # last step that it drafted.
         self._draft_depth = min(_UNDRAFTED_DEPTH, largest_gamma)
@@ -119,7 +119,7 @@ class OnlineUpdates:
         # The trainer's last answer, until its weights are applied.
         self._trainer_answer = Message(MessageKind.READY)
         # Deadline for the exit status of a trainer whose socket has closed, and the reason.
-        self._trainer_loss: tuple[float, str] | None = None
+        self._trainer_exit: tuple[float, str] | None = None
         # A copy on the side stream, and its continuation; the trainer is idle in the meantime.
         self._copying: tuple[torch.Event, Callable[[], None]] | None = None
         # Requests of the step that was judged last.
@@ -136,7 +136,7 @@ class OnlineUpdates:
             RankCommandKind.SHARE: self._share,
             RankCommandKind.END: self._end,
         }.items():
-            self._orders.register(kind, partial(self._execute_order, execute))
+            self._orders.register(kind, partial(self._execute_command, execute))
         self._trainer = TrainerProcess(drafter, rings, settings.online, settings.online_device)
 
     @property
@@ -222,12 +222,12 @@ class OnlineUpdates:
 
     def _receive(self) -> Message | None:
         """Returns the trainer's answer, if any; closes after the trainer has ended."""
-        if self._trainer_loss is None:
+        if self._trainer_exit is None:
             try:
                 return self._trainer.receive()
             except EOFError as error:
-                self._trainer_loss = monotonic() + _EXIT_SECONDS, str(error)
-        deadline, reason = self._trainer_loss
+                self._trainer_exit = monotonic() + _EXIT_SECONDS, str(error)
+        deadline, reason = self._trainer_exit
         status = self._trainer.status
         if status is not None:
             self.close(f"the trainer has ended with status {status}")
@@ -237,8 +237,8 @@ class OnlineUpdates:
 
     def update_status(self) -> UpdateStatus:
         """Returns the status of the step that begins, after `before_step`."""
-        seconds, reset = self._applied_seconds, self._is_reset
-        self._applied_seconds, self._is_reset = 0.0, False
+        seconds, reset = self._unreported_update_seconds, self._is_reset
+        self._unreported_update_seconds, self._is_reset = 0.0, False
         learnt_from = 0 if self.has_learnt else None
         return UpdateStatus(self._is_learning or seconds > 0, reset, seconds, 0, learnt_from)
 
@@ -340,7 +340,7 @@ class OnlineUpdates:
         elif verdict is GuardVerdict.WORSE:
             self._orders.propose(RankCommandKind.RESTORE)
 
-    def _execute_order(self, execute: Callable[[int], None], value: int) -> None:
+    def _execute_command(self, execute: Callable[[int], None], value: int) -> None:
         """Carries out an order; after an error, on this rank or another one, nothing is learnt."""
         try:
             execute(value)
@@ -358,7 +358,7 @@ class OnlineUpdates:
             self._rollback_guard.on_update()
             self.counters.updates += 1
             self.counters.loss, self.counters.seconds = message.loss, message.seconds
-            self._applied_seconds = message.seconds
+            self._unreported_update_seconds = message.seconds
         elif self._is_trainer_stale:
             self._resync_trainer()
 
@@ -390,7 +390,7 @@ class OnlineUpdates:
 
     def _on_replaced(self) -> None:
         if self._weights.target_changes != self._target_changes:
-            self._target_changes, self._borrowed_stale = self._weights.target_changes, True
+            self._target_changes, self._is_borrowed_head_stale = self._weights.target_changes, True
             # Positions that the previous target has verified are no longer training data.
             self._windows.clear()
         self._rollback_guard.reset()
@@ -408,9 +408,9 @@ class OnlineUpdates:
 
     def _share(self, _: int) -> None:
         copy_done = self._weights.share_with_trainer(self._trainer.weights)
-        if self._borrowed_stale:
+        if self._is_borrowed_head_stale:
             self._trainer.share_borrowed()
-            self._borrowed_stale = False
+            self._is_borrowed_head_stale = False
         self._run_after_copy(copy_done, lambda: self._send(Message(MessageKind.TAKE_WEIGHTS)))
 
     def _run_after_copy(

@@ -109,7 +109,7 @@ class OnlineWeights:
         """Returns a copy of the weights that this rank serves."""
         return self._weights.copy()
 
-    def register_orders(self, orders: RankCommands) -> None:
+    def register_commands(self, orders: RankCommands) -> None:
         """Registers the handlers of rank 0's orders on another rank."""
         handlers: dict[RankCommandKind, Callable[[int], object]] = {
             RankCommandKind.LAND: partial(self.apply_trained, _NO_WEIGHTS),

@@ -27,8 +27,8 @@ _BASELINE_DRAFTS: Final = 200
 # as good.  This number suffices to show a collapse.
 _MIN_DRAFTS: Final = 50
 _MIN_NEWEST_DRAFTS: Final = 24
-# After this number of drafts an undecided case counts as good.  While updates are paused, the sign of the
-# difference decides.
+# After this number of drafts an undecided case counts as good.  While updates are paused, the sign
+# of the difference decides.
 _MAX_DRAFTS: Final = 4000
 _MAX_DRAFTS_AT_REST: Final = 1600
 _MAX_HOLD_DOUBLINGS: Final = 6

@@ -266,7 +266,7 @@ def copy_verified_step(
     device.
     """
     with torch.inference_mode(False), torch.no_grad():
-        top_tokens, top_logs = likeliest_tokens(verification.logits, top)
+        top_tokens, top_logprobs = likeliest_tokens(verification.logits, top)
         return VerifiedStepCopy(
             verification.request_ids,
             # Drafts of another drafter are no evidence about this one.
@@ -276,7 +276,7 @@ def copy_verified_step(
             verification.tokens.to(_TOKEN_DTYPE, copy=True),
             verification.features.to(_STATE_DTYPE, copy=True),
             top_tokens,
-            top_logs,
+            top_logprobs,
             None if final is None else final.to(_STATE_DTYPE, copy=True),
             verification.undrafted,
         )

@@ -81,8 +81,8 @@ def live_drafter(
         )
     gatherer = ParameterGatherer(ranks)
     if kind == DFLASH:
-        block = draft.block if second_drafter is None else second_drafter
-        drafter = _describe_dflash(model, draft.target_worker, block, gatherer)
+        dflash_drafter = draft.block if second_drafter is None else second_drafter
+        drafter = _describe_dflash(model, draft.target_worker, dflash_drafter, gatherer)
     else:
         drafter = (
             _describe_eagle3(model, gatherer) if kind == EAGLE3 else _describe_mtp(model, gatherer)

@@ -100,7 +100,7 @@ class RequestWindows:
             )
         updated_windows: list[_Window] = []
         row_indices: list[int] = []
-        for place, row in enumerate(facts.kept_rows):
+        for kept_index, row in enumerate(facts.kept_rows):
             rid = facts.request_ids[row]
             # Its ring may have been given to another request in the meantime.
             if rid in self._windows:
@@ -109,7 +109,7 @@ class RequestWindows:
                         rid, host_round.starts[row], width, host_round.accepted[row]
                     )
                 )
-                row_indices.append(place)
+                row_indices.append(kept_index)
         self._newest = [
             window for window in updated_windows if window.context_length >= MIN_WINDOW_POSITIONS
         ]
@@ -319,15 +319,15 @@ class Readback:
             weight_changes,
             list(kept_rows),
         )
-        lengths = (
+        counts_and_starts = (
             verification.result.accept_lens[:MAX_JUDGED_REQUESTS],
             verification.batch.seq_lens[:MAX_JUDGED_REQUESTS],
         )
         rows = self._copy_rows(verification, kept_rows) if kept_rows else None
         if self._side_stream is None:
-            self._pending.append(_PendingStep(facts, lengths, rows))
+            self._pending.append(_PendingStep(facts, counts_and_starts, rows))
         else:
-            self._send(self._side_stream, facts, lengths, rows)
+            self._send(self._side_stream, facts, counts_and_starts, rows)
 
     def _send(
         self,
@@ -371,10 +371,10 @@ class Readback:
             if len(kept_rows) < batch_size:
                 row_index = transfer.to_device(kept_rows, tokens.device)
                 tokens, features, logits = tokens[row_index], features[row_index], logits[row_index]
-            top_tokens, top_logs = likeliest_tokens(logits.flatten(0, 1), self._shape.top)
+            top_tokens, top_logprobs = likeliest_tokens(logits.flatten(0, 1), self._shape.top)
             return RingRows(
                 tokens.to(torch.int64, copy=True),
                 features.to(getattr(torch, self._shape.dtype), copy=True),
                 top_tokens.view(len(kept_rows), width, -1).long(),
-                top_logs.view(len(kept_rows), width, -1),
+                top_logprobs.view(len(kept_rows), width, -1),
             )

@@ -286,7 +286,7 @@ QWEN2: Final = Family("Qwen2ForCausalLM", "qwen2", bias=True)
 QWEN3: Final = Family("Qwen3ForCausalLM", "qwen3", norm_heads=True)
 FAMILIES: Final = (LLAMA, QWEN2, QWEN3)
 # As checkpoints name the steered drafters of SD2, by the family of each.
-STEERED_FAMILIES: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
+SD2_FAMILIES: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
 
 
 class DecoderLayer(PreNormLayer):

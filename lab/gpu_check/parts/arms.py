@@ -44,9 +44,9 @@ class ArmsPart(Part):
         for arm in planner.shape.arms():
             work += planner.play(loads, arm)
         work += steered.multiply((_FINALISTS + 1) * planner.scale.repeats)
-        for policy in _OTHER_POLICIES:
-            baseline_work = planner.play(loads) if policy == OFF else steered
-            work += planner.count_starts(STEERED, policy)
+        for engine_name in _OTHER_POLICIES:
+            baseline_work = planner.play(loads) if engine_name == OFF else steered
+            work += planner.count_starts(STEERED, engine_name)
             work += (steered + baseline_work).multiply(planner.scale.repeats + 1)
         return work
 
@@ -79,10 +79,10 @@ class ArmsPart(Part):
         }
         results["phases"] = _phase_rows(plays)
         check.save()
-        for policy in _OTHER_POLICIES:
-            check.run_only(STEERED, policy)
-            results["over"][policy] = check.measure_ratio(
-                (STEERED, None), (policy, None), check.stream
+        for engine_name in _OTHER_POLICIES:
+            check.run_only(STEERED, engine_name)
+            results["over"][engine_name] = check.measure_ratio(
+                (STEERED, None), (engine_name, None), check.stream
             )
             check.save()
 

@@ -49,8 +49,10 @@ class ExactPart(Part):
         sizes = planner.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
         work = planner.play(stream)
-        for policy in small_engines.compared_policies(planner.device, planner.scale):
-            work += planner.count_starts(PLAIN, policy) + planner.play(stream).multiply(sizes.plays)
+        for engine_name in small_engines.compared_policies(planner.device, planner.scale):
+            work += planner.count_starts(PLAIN, engine_name) + planner.play(stream).multiply(
+                sizes.plays
+            )
         return work
 
     def run(self, check: Check) -> None:
@@ -59,14 +61,14 @@ class ExactPart(Part):
         sizes = check.scale.exact
         stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
         comparer = None
-        for policy in small_engines.compared_policies(check.options.device, check.scale):
-            check.run_only(PLAIN, policy)
+        for engine_name in small_engines.compared_policies(check.options.device, check.scale):
+            check.run_only(PLAIN, engine_name)
             if comparer is None:
                 comparer = Comparison(
                     check.play, check.url(PLAIN), stream, small_engines.arms(check.options.device)
                 )
             for number in range(sizes.plays):
-                comparer.compare(policy, check.sidecar(policy), number)
+                comparer.compare(engine_name, check.sidecar(engine_name), number)
                 check.document[self.KEY] = comparer.document()
                 check.save()
 
@@ -211,17 +213,17 @@ class RoundingPart(Part):
         """Returns the shares."""
         counts = document[self.KEY]
         return "measured", "; ".join(
-            f"{_WORDS[policy]}: {answer_counts['differing']} of {answer_counts['answers']} answers "
-            "differ"
-            for policy, answer_counts in counts.items()
+            f"{_WORDS[engine_name]}: {answer_counts['differing']} of {answer_counts['answers']} "
+            "answers differ"
+            for engine_name, answer_counts in counts.items()
         )
 
     def sections(self, document: Document) -> list[str]:
         """Makes a table of the shares."""
         rows = [
-            [_WORDS[policy], str(answer_counts["answers"]), str(answer_counts["differing"]),
+            [_WORDS[engine_name], str(answer_counts["answers"]), str(answer_counts["differing"]),
              f"{answer_counts['differing'] / answer_counts['answers']:.3f}"]
-            for policy, answer_counts in document[self.KEY].items()
+            for engine_name, answer_counts in document[self.KEY].items()
         ]  # fmt: skip
         title = "bfloat16, answers that differ from plain decoding's:"
         return [f"{title}\n\n" + table(["engine", "answers", "differ", "share"], rows)]

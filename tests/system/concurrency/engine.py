@@ -138,7 +138,7 @@ class RankedEngine:
 
     def lose_packet(self) -> None:
         """The next packet for it, plan or event, is not read."""
-        peer = self.link._current_socket()
+        peer = self.link._connect_if_possible()
         if peer is not None:
             self._missed = self.ledger.newest_taken
             with contextlib.suppress(OSError):

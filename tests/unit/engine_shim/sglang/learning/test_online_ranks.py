@@ -51,7 +51,7 @@ class RankDriver(Driver):
         self.ranks = self.pair.split_drafter(drafter)
         per_request = load_settings().online_scope == "request"
         self.follower = OnlineWeights(self.ranks[1], per_request=per_request)
-        self.follower.register_orders(self.pair.orders[1])
+        self.follower.register_commands(self.pair.orders[1])
         self.loaded = self.weights()
         return OnlineUpdates(self.ranks[0], load_settings(), GAMMA, self.pair.orders[0])
 
