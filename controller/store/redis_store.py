@@ -283,8 +283,8 @@ class RedisStore:
             )
             if replica_count < self._replicas:
                 raise StoreUnavailableError(
-                    f"written, but only {replica_count} of {self._replicas} replicas have it, so it "
-                    "is not acknowledged; retry with the same id"
+                    f"written, but only {replica_count} of {self._replicas} replicas have it, so "
+                    "it is not acknowledged; retry with the same id"
                 )
 
     async def _ask(

@@ -253,7 +253,8 @@ def _layer_obstacles(pair: DrafterPair) -> Iterator[str]:
     layer_total = pair.target.hf_text_config.num_hidden_layers
     if layers and not all(-1 <= layer <= layer_total for layer in layers):
         yield (
-            f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), and it has {layer_total}"
+            f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), "
+            f"and it has {layer_total}"
         )
     emitted_count = len(layers or ()) or DEFAULT_FEATURE_COUNT
     if features != emitted_count:
