@@ -65,7 +65,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("override list --address nosuch", Exit.USAGE, FORMS),
     ("override log", Exit.DONE, ""),
     ("override log --limit 0", Exit.USAGE, "--limit"),
-    ("config --check --address 127.0.0.1:1", Exit.USAGE, "address: a unix socket"),
+    ("config --check --address 127.0.0.1:1", Exit.USAGE, "address: must be a unix socket"),
     ("override log a\tb", Exit.DONE, ""),
     ("override watch x", Exit.USAGE, "unexpected extra argument"),
     ("override watch --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
@@ -100,7 +100,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("override clear nosuch", Exit.USAGE, "--reason"),
     ("profile list", Exit.DONE, ""),
     ("profile list --address nosuch", Exit.USAGE, FORMS),
-    ("profile pull", Exit.USAGE, "name a profile"),
+    ("profile pull", Exit.USAGE, "name either a profile"),
     ("profile pull 0123456789abcdef", Exit.NOT_FOUND, "0123456789abcdef"),
     ("profile pull --engine nosuch", Exit.NOT_INTRODUCED, "nosuch"),
     ("profile pull --engine night", Exit.NOT_FOUND, "no profile"),
@@ -375,9 +375,9 @@ def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
     shut.parent.chmod(0o700)
     program = (
         "import os, sys\n"
-        "from controller.util.sockets import why_denied\n"
+        "from controller.util.sockets import permission_denied_reason\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-        "print(why_denied(sys.argv[1]))\n"
+        "print(permission_denied_reason(sys.argv[1]))\n"
     )
     text = subprocess.run(
         [sys.executable, "-c", program, f"unix:{shut}"],

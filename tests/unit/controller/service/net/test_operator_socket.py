@@ -247,9 +247,9 @@ def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
     own.parent.chmod(0o700)
     program = (
         "import os, sys\n"
-        "from controller.util.sockets import why_denied\n"
+        "from controller.util.sockets import permission_denied_reason\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
-        "print(why_denied(sys.argv[1]))\n"
+        "print(permission_denied_reason(sys.argv[1]))\n"
     )
     if os.getuid() != 0:
         own.parent.chmod(0)
