@@ -35,8 +35,7 @@ def reserves_table(reserves: Sequence[Reserve]) -> str:
         (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total_mib)
         for row in reserves
     ]
-    columns = ("graphs", "backends", "tables", "total")
-    sums = [sum(getattr(row, column) for row in reserves) for column in columns]
+    sums = [sum(column) for column in zip(*(row[2:] for row in rows), strict=True)]
     lines = ["".join(f"{name:>11}" for name in names)]
     for gamma, batch, *sizes in (*rows, ("sum", "", *sums)):
         lines.append(f"{gamma:>11}{batch:>11}" + "".join(f"{size:>11.1f}" for size in sizes))

@@ -195,8 +195,8 @@ def make_sources(
             continue
         for part in kind.mix:
             if part not in plain_sources:
-                parts = ", ".join(plain_sources) or "others"
-                fault = f"there is no kind {part!r}; a mix is made of {parts}"
+                known_kinds = ", ".join(plain_sources) or "others"
+                fault = f"there is no kind {part!r}; a mix is made of {known_kinds}"
                 raise locations.make_error(("traffic", name, "mix", part), fault)
         parts = tuple(plain_sources[part] for part in kind.mix)
         mixes[name] = KindMixture(name, parts, tuple(kind.mix.values()), kind.labelled)

@@ -40,7 +40,7 @@ class Graph:
         self._recording = recording
         for (storage, *_), alias in recording.aliases.items():
             _alias_counts[storage] += 1
-            if storage not in recording.made:
+            if storage not in recording.allocated:
                 self._inputs[storage] = (alias.untyped_storage().data_ptr(), alias)
 
     def replay(self) -> None:
@@ -96,7 +96,7 @@ class Graph:
             self._intermediates = [
                 _whole_storage(alias)
                 for storage, alias in aliases.items()
-                if storage in recording.made and not _has_owner(storage)
+                if storage in recording.allocated and not _has_owner(storage)
             ]
         for tensor in self._intermediates:
             tensor.fill_(recorder.garbage(tensor.dtype))

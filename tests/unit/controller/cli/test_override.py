@@ -389,7 +389,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
         token.write_text("guessed")
         refused = controller("override", "list", *address, environment=caller)
         assert refused.returncode == Exit.DENIED
-        assert "the access list knows" in refused.stderr
+        assert "client certificate of the access list" in refused.stderr
         log = controller("override", "log", "--address", running.address).stdout
         assert "ipv4:127.0.0.1" in log
         _, lines = running.stop()

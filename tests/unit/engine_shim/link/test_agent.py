@@ -195,7 +195,7 @@ def test_a_killed_agent_is_replaced_and_the_engine_is_steered_all_along(
     assert pid is not None
     with monkeypatch.context() as successor:
         # The next agent starts within moments; it is taken up once the gap has been looked at.
-        successor.setattr(link._supervisor, "take", lambda: None)
+        successor.setattr(link._supervisor, "take_socket", lambda: None)
         os.kill(pid, signal.SIGKILL)
 
         def flagged() -> bool:

@@ -85,24 +85,24 @@ PROBE = Probe(probe_id=7, drafter="eagle3", gamma=3, steps=2)
 
 def test_a_plan_is_chosen_from_once_all_have_it(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
-    assert engine.outgoing() == []
+    assert engine.outgoing_updates() == []
     engine.link.plan = plan(1, 5, clock.now)
-    updates = engine.outgoing()
+    updates = engine.outgoing_updates()
     assert engine.choose() == (1, Source.SAFE_DEFAULT)
     engine.broadcast(updates)
     assert engine.choose() == (5, Source.PLAN)
-    assert engine.outgoing() == []
+    assert engine.outgoing_updates() == []
 
 
 def test_a_lost_broadcast_is_sent_again_until_it_arrives(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
-    first = engine.outgoing()
+    first = engine.outgoing_updates()
     clock.now += 1
-    again = engine.outgoing()
+    again = engine.outgoing_updates()
     assert [update.plan for update in again] == [update.plan for update in first]
     engine.broadcast(again)
-    assert engine.outgoing() == []
+    assert engine.outgoing_updates() == []
     # What was only held back does no harm.
     engine.broadcast(first)
     assert engine.choose() == (5, Source.PLAN)
@@ -111,9 +111,9 @@ def test_a_lost_broadcast_is_sent_again_until_it_arrives(clock: SimpleNamespace)
 def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
-    held_back = engine.outgoing()
+    held_back = engine.outgoing_updates()
     engine.link.plan = plan(2, 3, clock.now)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     engine.broadcast(held_back)
     assert engine.choose() == (3, Source.PLAN)
 
@@ -121,10 +121,10 @@ def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> Non
 def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(9, 5, clock.now)
-    held_back = engine.outgoing()
+    held_back = engine.outgoing_updates()
     # A sidecar that was started again counts its plans from the start.
     engine.link.plan = plan_of(1, clock.now, row(64, 3), session=2)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     engine.broadcast(held_back)
     assert engine.choose() == (3, Source.PLAN)
 
@@ -132,11 +132,11 @@ def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -
 def test_time_passes_for_all_at_once(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     seen = []
     for _ in range(40):
         clock.now += 0.5
-        updates = engine.outgoing()
+        updates = engine.outgoing_updates()
         before = engine.choose()
         engine.broadcast(updates)
         seen.append(len(updates))
@@ -144,37 +144,37 @@ def test_time_passes_for_all_at_once(clock: SimpleNamespace) -> None:
     assert sum(seen) == 2
     assert engine.choose() == (1, Source.SAFE_DEFAULT)
     engine.link.plan = plan(2, 3, clock.now)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     assert engine.choose() == (3, Source.PLAN)
 
 
 def test_a_lapse_that_was_lost_is_told_again(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     clock.now += LEASE + 0.1
-    assert len(engine.outgoing()) == 1
+    assert len(engine.outgoing_updates()) == 1
     clock.now += GRACE
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     assert engine.choose() == (1, Source.SAFE_DEFAULT)
-    assert engine.outgoing() == []
+    assert engine.outgoing_updates() == []
 
 
 def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
-    held_back = engine.outgoing()
+    held_back = engine.outgoing_updates()
     clock.now += LEASE + 0.1
-    again = engine.outgoing()
+    again = engine.outgoing_updates()
     engine.broadcast([*held_back, *again])
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     assert engine.choose() == (5, Source.GRACE)
 
 
 def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
     engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now, PROBE)
-    engine.broadcast(engine.outgoing())
+    engine.broadcast(engine.outgoing_updates())
     assert [engine.choose()[0] for _ in range(4)] == [3, 3, 5, 5]
 
 
@@ -185,7 +185,7 @@ def test_a_lone_rank_adopts_and_chooses_what_several_would(clock: SimpleNamespac
     for number in range(80):
         if number in {10, 30}:
             link.plan = several.link.plan = plan_of(number, clock.now, *rows)
-        several.broadcast(several.outgoing())
+        several.broadcast(several.outgoing_updates())
         alone.receive_and_adopt()
         for size in (1, 1, 3):
             chosen = alone.choose(size)

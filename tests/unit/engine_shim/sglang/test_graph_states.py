@@ -84,7 +84,7 @@ def choice_of_sizes(version: str, bag: Any) -> Callable[[Any], tuple[list[int], 
 
 
 def build(states: GraphStates, engine: CaptureParts, gamma: int) -> Any:
-    return states.around_build(engine.build, engine, gamma, gamma + 1)
+    return states.around_build(engine.build_part, engine, gamma, gamma + 1)
 
 
 @pytest.mark.parametrize("version", TESTED)

@@ -162,7 +162,7 @@ def test_switches_and_catching_up_have_their_price():
         (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--arrivals", "back.csv"),
          "back.csv:3"),
         (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--policy", "magic"), "'magic'"),
-        (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--concurrency", "64"), "1..32"),
+        (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--concurrency", "64"), "[1, 32]"),
         (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--concurrency", "x"), "'x'"),
         (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--prefill", "x"), "--prefill"),
         (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--json", "no/o.json"),

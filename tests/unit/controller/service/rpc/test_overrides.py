@@ -216,7 +216,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fleet not meant": ({"scope": {"fleet": False}, "off": True}, "scope: an engine, a model"),
     "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "name the engine"),
     "gamma too large": ({"gamma": 65}, "gamma 65 must be in [0, 64]"),
-    "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "bounds beside it"),
+    "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "gamma_min and gamma_max must be omitted"),
     "no time per token": ({"tpot_max_seconds": 0.0}, "tpot_max_seconds 0"),
     "endless time per token": ({"tpot_max_seconds": float("nan")}, "tpot_max_seconds nan"),
     "off and drafting": ({"off": True, "gamma_min": 1}, "off and drafting"),
