@@ -35,7 +35,10 @@ def reserves_table(reserves: Sequence[Reserve]) -> str:
         (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total_mib)
         for row in reserves
     ]
-    sums = [sum(column) for column in zip(*(row[2:] for row in rows), strict=True)]
+    sums = (
+        sum(row.graphs for row in reserves), sum(row.backends for row in reserves),
+        sum(row.tables for row in reserves), sum(row.total_mib for row in reserves),
+    )  # fmt: skip
     lines = ["".join(f"{name:>11}" for name in names)]
     for gamma, batch, *sizes in (*rows, ("sum", "", *sums)):
         lines.append(f"{gamma:>11}{batch:>11}" + "".join(f"{size:>11.1f}" for size in sizes))
