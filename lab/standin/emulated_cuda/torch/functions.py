@@ -71,10 +71,10 @@ class EmulatedDevice(TorchFunctionMode):
             return _attribute(function, arguments)
         tensors = list(_tensors_of(arguments, keywords))
         on_device = [places.is_on_device(tensor) for tensor in tensors]
-        target = places.named_place(name, arguments, keywords)
+        target = places.requested_place(name, arguments, keywords)
         if any(on_device) and not all(on_device) and name not in _MIXING:
             _refuse_mixture(name, tensors, on_device)
-        waits.tell(function, arguments, keywords, target)
+        waits.report_wait(function, arguments, keywords, target)
         pinned = _wants_pinned(keywords)
         runs_on_device = target or (target is None and any(on_device))
         was_on_device, _call_state.on_device = (

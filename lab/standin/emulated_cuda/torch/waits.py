@@ -73,7 +73,7 @@ def waiting_reason(
 ) -> str | None:
     """Takes the place of the recorder's, which takes every tensor for one of the device."""
     name = getattr(function, "__name__", "")
-    return _reason(function, arguments, keywords, places.named_place(name, arguments, keywords))
+    return _reason(function, arguments, keywords, places.requested_place(name, arguments, keywords))
 
 
 def _reason(

@@ -160,18 +160,18 @@ def test_the_agent_keeps_each_loss_once_and_refuses_what_is_too_much():
 
 def test_a_loss_reaches_the_open_stream_at_once(sidecar, start_link):
     link = start_link(engine_spec())
-    link.mark_lost(DRAFTER)
+    link.report_lost_capability(DRAFTER)
     eventually(lambda: list_reported_losses(sidecar) == [[DRAFTER]])
-    link.mark_lost(SLEEP)
+    link.report_lost_capability(SLEEP)
     eventually(lambda: list_reported_losses(sidecar) == [[DRAFTER], [DRAFTER, SLEEP]])
 
 
 def test_a_sidecar_that_comes_later_hears_of_it_in_the_introduction(sidecar, start_link):
     link = start_link(engine_spec())
-    link.mark_lost(DRAFTER)
+    link.report_lost_capability(DRAFTER)
     eventually(lambda: list_reported_losses(sidecar))
     sidecar.stop()
-    link.mark_lost(SLEEP)
+    link.report_lost_capability(SLEEP)
     sidecar.start()
     eventually(lambda: len(sidecar.introductions) > 1, description="it introduces itself again")
     assert list(sidecar.introductions[-1].lost) == [DRAFTER, SLEEP]
@@ -180,7 +180,7 @@ def test_a_sidecar_that_comes_later_hears_of_it_in_the_introduction(sidecar, sta
 
 def test_an_agent_that_comes_later_is_told_and_tells(sidecar, start_link):
     link = start_link(engine_spec())
-    link.mark_lost(DRAFTER)
+    link.report_lost_capability(DRAFTER)
     eventually(lambda: list_reported_losses(sidecar))
     pid = link.status().agent_pid
     assert pid is not None
@@ -200,5 +200,5 @@ def test_what_was_lost_before_the_link_was_is_in_the_first_introduction(sidecar,
     spec.lost.append(SLEEP)
     link = start_link(spec)
     assert list(sidecar.introductions[0].lost) == [SLEEP]
-    link.mark_lost(DRAFTER)
+    link.report_lost_capability(DRAFTER)
     eventually(lambda: list_reported_losses(sidecar) == [[DRAFTER]])

@@ -108,13 +108,13 @@ SCRIPT = """
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.settings import LinkSettings
-from engine_shim.common.checks import protobuf_check, require
+from engine_shim.common.checks import protobuf_check, require_no_obstacle
 from engine_shim.common.errors import UnsupportedEngineError
 from tests.support.link_messages import engine_spec
 settings = LinkSettings(sidecar="unix:/nowhere.sock")
 for start, error in (
     (lambda: EngineLink.start(engine_spec(), settings, 3), LinkStartError),
-    (lambda: require([protobuf_check()]), UnsupportedEngineError),
+    (lambda: require_no_obstacle([protobuf_check()]), UnsupportedEngineError),
 ):
     try:
         start()

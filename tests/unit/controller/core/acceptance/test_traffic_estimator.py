@@ -83,7 +83,7 @@ def test_the_next_batch_is_priced_as_its_own_mix():
 def test_sequences_of_no_class_count_as_all_traffic():
     traffic, rng = learnt({"code": (4, 0.9), "prose": (4, 0.1)})
     everything = traffic.estimators["mtp"].curve().expected_accepted[3]
-    code = traffic.by_class["code"]["mtp"].curve().expected_accepted[3]
+    code = traffic.classes["code"]["mtp"].curve().expected_accepted[3]
     traffic.observe(report(1000, {"code": (6, 0.9)}, rng, rest=2))
     expected_accepted = traffic.curves().last_batch["mtp"].expected_accepted[3]
     assert min(everything, code) < expected_accepted < max(everything, code)

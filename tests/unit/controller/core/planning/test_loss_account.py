@@ -125,7 +125,7 @@ def test_an_expensive_waking_is_done_at_once_where_drafting_surely_pays(steps, l
         estimator.observe([4, 2, 1, 1])
     curves = {"mtp": estimator.curve()}
     traffic = TrafficCurves(curves, {}, curves)
-    wake_up_values = replace(values(), traffic=traffic, catch_up=np.full((3, 3), 0.1))
+    wake_up_values = replace(values(), traffic=traffic, catch_up_seconds=np.full((3, 3), 0.1))
     waking = np.broadcast_to(LossAccount(ARMS).limits(wake_up_values).wake_up_steps, (3, 3))
     # Drafting gains 0.3 of a plain step a step: 50 of them pay for 15.
     assert least <= waking[1, 0] <= most

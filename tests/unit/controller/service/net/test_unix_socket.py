@@ -56,10 +56,10 @@ def test_a_living_ones_socket_is_left_alone(tmp_path: Path):
 SECOND = """
 import sys
 from pathlib import Path
-from controller.service.net.unix_sockets import SocketTakenError, claimed
+from controller.service.net.unix_sockets import SocketTakenError, claim_path
 print("trying", flush=True)
 try:
-    with claimed(Path(sys.argv[1])):
+    with claim_path(Path(sys.argv[1])):
         print("free")
 except SocketTakenError as error:
     print(error)

@@ -149,7 +149,7 @@ async def test_a_fall_collects_a_round_deploys_and_explain_tells(tmp_path: Path)
             "--address", f"unix:{tmp_path}/controller.sock",
         )  # fmt: skip
         assert "the drafter's training: collecting" in shown.stdout
-        assert "its version: 1, on trial after 0" in shown.stdout
+        assert "version: 1, on trial after 0" in shown.stdout
         assert "round 1, version 1 deployed: accepted 0.200 in service" in shown.stdout
 
 
@@ -164,7 +164,7 @@ async def test_what_was_learnt_online_is_told_and_becomes_the_version(tmp_path: 
             controller, "explain", "engine-0", "--numbers",
             "--address", f"unix:{tmp_path}/controller.sock",
         )  # fmt: skip
-        assert "its version: as loaded, changed by online updates since" in shown.stdout
+        assert "version: as loaded, changed by online updates since" in shown.stdout
         assert (await trainer.say(stored=3)).train_round == 0
         await client.send(report_message(2, draft_version=4, learnt_from=0))
         while (await client.plan()).draft_version != 4:
