@@ -44,9 +44,8 @@ def count_rows(
     that the answers took, for rows that were cut at the end of an answer.
     """
     gamma = report.gamma
-    prefers_lookup, match, main_accepted, lookup_accepted, accepted_counts = np.asarray(
-        outcome_cpu, dtype=np.int64
-    ).T
+    outcome = np.asarray(outcome_cpu, dtype=np.int64)
+    prefers_lookup, match, main_accepted, lookup_accepted, accepted_counts = outcome.T
     # Without a rule it is unknown what the mixture would have chosen.
     has_rule, prefers_lookup = bool((prefers_lookup >= 0).all()), prefers_lookup > 0
     host_accepted = np.array(accepted, dtype=np.int64)
@@ -73,9 +72,8 @@ def count_compared(report: StepReport, outcome_cpu: Any, main: str, lookup: str)
 
     main: the drafter that reads the tokens; its column is -1 if it proposes nothing.
     """
-    _, match, main_accepted, lookup_accepted, accepted_counts = np.asarray(
-        outcome_cpu, dtype=np.int64
-    ).T
+    outcome = np.asarray(outcome_cpu, dtype=np.int64)
+    _, match, main_accepted, lookup_accepted, accepted_counts = outcome.T
     _count_lookup(report, lookup, match, lookup_accepted, accepted_counts, 1)
     if len(main_accepted) and main_accepted[0] >= 0:
         _count_proposals(report, main, 0, main_accepted, accepted_counts, 1)
