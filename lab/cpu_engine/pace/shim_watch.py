@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-_IDLE = "engine_shim.sglang.drafters.sleeping_drafter"
+_SLEEPING = "engine_shim.sglang.drafters.sleeping_drafter"
 _DUAL = "engine_shim.sglang.drafters.dual"
 _ROWS = "engine_shim.sglang.drafters.row_drafting"
 _HOOKS = "engine_shim.sglang.hooks"
@@ -53,7 +53,11 @@ class ShimWatch:
         self.block_drafted = self.lookup_drafted = self.looked_up = False
         self.mixed = self.asleep = False
         self.caught_up = 0
-        wraps = (_IDLE, self._wrap_idle), (_DUAL, self._wrap_dual), (_ROWS, self._wrap_rows)
+        wraps = (
+            (_SLEEPING, self._wrap_sleeping_drafter),
+            (_DUAL, self._wrap_dual),
+            (_ROWS, self._wrap_rows),
+        )
         for name, wrap in wraps:
             module = sys.modules.get(name)
             if module is not None and name not in self._wrapped_modules:
@@ -77,7 +81,7 @@ class ShimWatch:
 
         for name in _AROUND:
             setattr(EngineHooks, name, self._timed(getattr(EngineHooks, name)))
-        for name in ("own_requests", "after_working_in"):
+        for name in ("add_rank_updates", "after_process_result"):
             setattr(EngineHooks, name, self._timed_after(getattr(EngineHooks, name)))
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,8 +123,8 @@ class ShimWatch:
 
         return excluded
 
-    def _wrap_idle(self, module: Any) -> None:
-        kind = module.IdleDrafter
+    def _wrap_sleeping_drafter(self, module: Any) -> None:
+        kind = module.SleepingDrafter
         before_step, sleep_through = kind.before_step, kind.sleep_through
 
         def count_caught_up(drafter: Any, *args: Any, **kwargs: Any) -> None:

@@ -188,9 +188,9 @@ def show_served_weights() -> None:
         return load(self, version, like)
 
     type.__setattr__(DrafterWeights, "serve", serve_and_show)
-    type.__setattr__(DrafterWeights, "keep", keep_and_show)
-    type.__setattr__(OnlineWeights, "land", land_and_show)
-    type.__setattr__(Versions, "load", load_or_fail)
+    type.__setattr__(DrafterWeights, "mark_good", keep_and_show)
+    type.__setattr__(OnlineWeights, "apply_trained", land_and_show)
+    type.__setattr__(Versions, "load_parameters", load_or_fail)
     _watch_trainer(folder, show)
 
 
