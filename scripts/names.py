@@ -1,8 +1,9 @@
 """Checks that names say what they stand for, by the rules in scripts/names.yaml.
 
 A variable names its content, and a function is a verb with a noun.  What a rule forbids is
-forbidden everywhere: no file and no name is exempt.  Only definitions are checked, and not those
-fields of a class that mirror a field of the contract (proto/), which names them.
+forbidden everywhere: no file and no name is exempt.  Only definitions are checked (of attributes,
+those of `self`), and not those fields of a class that mirror a field of the contract (proto/),
+which names them.
 """
 
 import argparse
@@ -38,9 +39,13 @@ def main() -> int:
     }
     findings = 0
     for path in options.files or _tracked_files():
-        for line, kind, name in _defined_names(
-            ast.parse(path.read_text(encoding="utf-8")), contract
-        ):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError) as error:
+            findings += 1
+            print(f"{_shown(path)}: cannot be parsed: {error}")
+            continue
+        for line, kind, name in _defined_names(tree, contract):
             hint = _hint(forbidden[kind], name)
             if hint is not None:
                 findings += 1
@@ -87,12 +92,25 @@ def _defined_names(tree: ast.AST, contract: Collection[str]) -> Iterator[tuple[i
                 yield node.lineno, "variable", node.id
             case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store(), attr=name):
                 yield node.lineno, "variable", name
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+                | ast.alias(asname=str(name))
+            ):
                 yield node.lineno, "variable", name
 
 
 def _hint(rules: Mapping[re.Pattern[str], str], name: str) -> str | None:
-    return next((hint for rule, hint in rules.items() if rule.fullmatch(name.strip("_"))), None)
+    return next(
+        (
+            hint
+            for rule, hint in rules.items()
+            if rule.fullmatch(name.strip("_").lower() if name.isupper() else name.strip("_"))
+        ),
+        None,
+    )
 
 
 if __name__ == "__main__":

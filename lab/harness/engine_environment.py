@@ -16,12 +16,15 @@ from pathlib import Path
 from types import ModuleType
 
 _CLONE = Path(__file__).resolve().parents[2]
-_WITHOUT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_CRASH_DUMP_DEFAULTS = {
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
 
 
 def without_crash_dumps(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that switch dumps off, but for those that the environment has."""
-    return {name: value for name, value in _WITHOUT.items() if name not in environment}
+    return {name: value for name, value in _CRASH_DUMP_DEFAULTS.items() if name not in environment}
 
 
 def steered_by(address: str, engine_id: str, gammas: Iterable[int] = ()) -> dict[str, str]:

@@ -50,4 +50,4 @@ def a_stream_that_its_agent_gives_up(state: Link) -> None:
     state.look_twice(engine="plain")
 
 
-FOUND: Final[tuple[Callable[[Link], None], ...]] = (a_stream_that_its_agent_gives_up,)
+REGRESSIONS: Final[tuple[Callable[[Link], None], ...]] = (a_stream_that_its_agent_gives_up,)

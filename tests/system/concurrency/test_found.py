@@ -9,7 +9,7 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from tests.system.concurrency.dealing import silence
 from tests.system.concurrency.engine import STEP_SECONDS, RankedEngine
 from tests.system.concurrency.machine import Link
-from tests.system.concurrency.sequences import FOUND
+from tests.system.concurrency.sequences import REGRESSIONS
 from tests.system.concurrency.world import World
 
 PINNED = Override("pinned", Scope(ScopeKind.FLEET), Rule(gamma=0), "operator", "a test")
@@ -31,7 +31,7 @@ def steps(world: World, engine: RankedEngine, count: int) -> None:
         world.advance(STEP_SECONDS)
 
 
-@pytest.mark.parametrize("course", FOUND)
+@pytest.mark.parametrize("course", REGRESSIONS)
 def test_a_course_of_events_that_was_found_loses_no_report(course: Callable[[Link], None]):
     with silence():
         state = Link()

@@ -12,7 +12,7 @@ from hypothesis import Phase
 
 from tests.system.concurrency.dealing import run, silence
 from tests.system.concurrency.machine import Link
-from tests.system.concurrency.sequences import FOUND
+from tests.system.concurrency.sequences import REGRESSIONS
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
                 lines.extend(self.world.trace)
 
     with silence():
-        for course in FOUND:
+        for course in REGRESSIONS:
             state = Traced()
             lines.append(course.__name__)
             try:

@@ -78,7 +78,7 @@ WAVES_PLAYED = 2
 # The drafter that knows all domains, as a version of the one that knows code only.
 EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
 BETTER = {name: p.detach() for name, p in load_eagle3(DRAFT, EMBEDDING).named_parameters()}
-MADE = VersionOrigin(0, 0.0, 1.0, 0.0, 12, 1.0)
+ORIGIN = VersionOrigin(0, 0.0, 1.0, 0.0, 12, 1.0)
 # By way: the drafter that learns, its place, and by how much its acceptance length is to rise.
 LEARNERS = {"eager": ("dflash", 1, 0.2), "overlapped": ("eagle3", 0, 0.5)}
 
@@ -256,14 +256,14 @@ def test_a_version_is_served_by_all_ranks_or_by_none(
     sidecar.collect = False
     # Rank 1 cannot read this one.
     (served / "unreadable").touch()
-    sidecar.draft_version = versions.publish(BETTER, MADE)
+    sidecar.draft_version = versions.publish(BETTER, ORIGIN)
     sidecar.run(lambda _: (3, False))
     state = f"version {sidecar.draft_version} cannot be used: rank 1: sabotaged"
     wait_for_status(engine, "draft", "state", state)
     assert status(engine, "draft")["version"] == 0
     assert not (served / "rank0.pt").exists()
     (served / "unreadable").unlink()
-    sidecar.draft_version = versions.publish(BETTER, MADE)
+    sidecar.draft_version = versions.publish(BETTER, ORIGIN)
     sidecar.run(lambda _: (3, False))
     wait_for_status(engine, "draft", "version", sidecar.draft_version)
     check_served(served, BETTER)

@@ -29,6 +29,10 @@ def run_lint(path: Path, text: str) -> subprocess.CompletedProcess[str]:
         ("match x:\n    case given:\n        pass\n", "2: variable 'given'"),
         ("def until():\n    pass\n", "1: function 'until'"),
         ("async def why_not_ready():\n    pass\n", "1: function 'why_not_ready'"),
+        ("FOUND = 1\n", "1: variable 'FOUND'"),
+        ("import x as said\n", "1: variable 'said'"),
+        ("match x:\n    case {**told}:\n        pass\n", "2: variable 'told'"),
+        ("match x:\n    case [*made]:\n        pass\n", "2: variable 'made'"),
         ("class Began:\n    pass\n", "1: class 'Began'"),
     ],
 )
@@ -52,6 +56,12 @@ def test_a_forbidden_name_is_found(tmp_path: Path, text: str, finding: str):
 def test_other_names_pass(tmp_path: Path, text: str):
     result = run_lint(tmp_path / "module.py", text)
     assert (result.returncode, result.stdout) == (0, "names: 0 findings\n")
+
+
+def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path):
+    result = run_lint(tmp_path / "module.py", "def f(:\n")
+    assert result.returncode == 1
+    assert "module.py: cannot be parsed" in result.stdout
 
 
 def test_the_names_of_this_repository_pass():

@@ -14,7 +14,7 @@ WIDTHS = (390, 768, 1440)
 # Where the keyboard may stop: a chart has 600 s, each of which begins and ends with a value.
 STOPS_MAX = 1200
 RANGE = "document.getElementById('time-range').textContent"
-AT = "document.getElementById('time-at').textContent"
+TIME_SHOWN = "document.getElementById('time-at').textContent"
 GAMMA = "document.querySelector('#time-draft + .legend b')?.textContent"
 
 
@@ -78,14 +78,16 @@ def test_on_a_phone_the_cost_table_scrolls_with_the_running_column_in_view(busy:
 
 def test_the_pointer_reads_values_on_both_charts(busy: Scene):
     page = shown_at(busy, 1440, "light")
-    assert page.value(AT).startswith("newest values, ")
+    assert page.value(TIME_SHOWN).startswith("newest values, ")
     x, y = middle(page, "time-load", 0.98)
     page.point(x, y)
     speed = "document.querySelectorAll('#time-load + .legend b')[1].textContent"
     # Seconds in which this machine had no time for a step have no values.
-    busy.run_until(f"{AT}.startsWith('values at ') && {GAMMA} > 0 && parseFloat({speed}) > 0", 23)
+    busy.run_until(
+        f"{TIME_SHOWN}.startsWith('values at ') && {GAMMA} > 0 && parseFloat({speed}) > 0", 23
+    )
     page.point(x, 1)
-    page.wait_until(f"{AT}.startsWith('newest values, ')")
+    page.wait_until(f"{TIME_SHOWN}.startsWith('newest values, ')")
 
 
 def middle(page: Page, chart: str, share: float = 0.5) -> tuple[float, float]:
@@ -148,7 +150,7 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     ):
         assert len(seen) < STOPS_MAX, seen
         page.press("ArrowLeft")
-        seen.append((page.value(AT), page.value(GAMMA)))
+        seen.append((page.value(TIME_SHOWN), page.value(GAMMA)))
     aloud = page.value("document.getElementById('time-aloud').textContent")
     assert aloud.startswith(seen[-1][0].removeprefix("values at "))
     assert f"draft length γ, eagle3 {seen[-1][1]}, tokens per step τ " in aloud
@@ -156,7 +158,7 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     assert all(time_ms.startswith("values at ") for time_ms in times)
     assert len(set(times)) > 5
     page.value("document.activeElement.blur()")
-    page.wait_until(f"{AT}.startsWith('newest values, ')")
+    page.wait_until(f"{TIME_SHOWN}.startsWith('newest values, ')")
 
 
 def test_a_second_without_a_report_and_missing_seconds_are_gaps(scene: Scene):

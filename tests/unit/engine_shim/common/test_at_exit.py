@@ -6,7 +6,9 @@ from tests.support.service_harness import ENVIRONMENT
 FORKING = """
 import os, sys
 from engine_shim.common.process import register_exit_handler
-register_exit_handler(lambda: print("ended by", "the engine" if os.getpid() == engine else "its fork"))
+register_exit_handler(
+    lambda: print("ended by", "the engine" if os.getpid() == engine else "its fork")
+)
 engine = os.getpid()
 if not os.fork():
     sys.exit()

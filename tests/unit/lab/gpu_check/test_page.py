@@ -5,7 +5,7 @@ import pytest
 
 from lab.gpu_check import page
 
-FOUND: dict[str, Any] = {
+RESULTS: dict[str, Any] = {
     "shape": "small",
     "device": "GPU",
     "scale": "least",
@@ -72,14 +72,14 @@ FOUND: dict[str, Any] = {
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    results = copy.deepcopy(FOUND)
+    results = copy.deepcopy(RESULTS)
     for name, change in parts.items():
         results[name] |= change
     return results
 
 
 def test_a_check_that_passed_is_verdicts_counts_and_figures():
-    text = page.markdown(FOUND)
+    text = page.markdown(RESULTS)
     for line in (
         "# GPU check: A Card; SGLang 1, torch 2",
         "| exact | passed | 90 tokens, 1 arms, 0 wrong, 1 near-ties that rounding decided |",
@@ -104,12 +104,12 @@ def test_a_check_that_passed_is_verdicts_counts_and_figures():
     ):
         assert line in text
     assert "Problems" not in text
-    assert page.problems(FOUND) == []
-    assert page.wrong_tokens(FOUND) == 0
+    assert page.problems(RESULTS) == []
+    assert page.wrong_tokens(RESULTS) == 0
 
 
 def test_a_check_of_one_part_has_a_page():
-    results = {name: FOUND[name] for name in ("shape", "device", "scale", "acceptance", "seconds",
+    results = {name: RESULTS[name] for name in ("shape", "device", "scale", "acceptance", "seconds",
                                             "machine", "versions", "exact")}  # fmt: skip
     text = page.markdown(results)
     assert "| exact | passed |" in text
@@ -127,9 +127,9 @@ def test_what_was_left_out_and_what_stopped_it_is_said():
 def test_a_part_that_has_only_begun_has_a_page():
     results = changed()
     results["graphs"] = {
-        key: FOUND["graphs"][key] for key in ("expected", "without_graphs", "prepared")
+        key: RESULTS["graphs"][key] for key in ("expected", "without_graphs", "prepared")
     }
-    results["arms"] = {"arms": [], "over": {}, "steered": FOUND["arms"]["steered"]}
+    results["arms"] = {"arms": [], "over": {}, "steered": RESULTS["arms"]["steered"]}
     text = page.markdown(results)
     assert "0 of 0 steps eager" in text
     assert "not compared yet" in text
@@ -139,7 +139,7 @@ def test_without_a_gpu_the_page_says_so():
     results = changed() | {"device": "emulated CUDA"}
     assert page.markdown(results).startswith("# GPU check: P (no GPU: emulated CUDA); SGLang 1")
     assert "durations and speeds on this page mean nothing" in page.markdown(results)
-    assert "mean nothing" not in page.markdown(FOUND)
+    assert "mean nothing" not in page.markdown(RESULTS)
 
 
 def test_the_page_names_its_command_and_its_notation():

@@ -23,12 +23,12 @@ from tests.support.virtual_engine import engine_spec
 ARMS = (Arm("mtp", 0), Arm("mtp", 1), Arm("mtp", 3))
 SPEC = engine_spec(gammas=(0, 1, 3))
 CALM = ShiftProbabilities(any_shift=1e-4, better_shift=0.0)
-AT = constrain_rows((), SPEC, (1, 8, 64), ARMS)
+CONSTRAINTS = constrain_rows((), SPEC, (1, 8, 64), ARMS)
 
 
 def values(expected=(0.0, 0.5, 1.0), cost=(1.0, 1.2, 2.0)):
     """Values whose step at gamma = 0 takes 10 ms in every row."""
-    rows = len(AT.upper_batch_sizes)
+    rows = len(CONSTRAINTS.upper_batch_sizes)
     table = np.repeat(np.array(expected)[:, None], rows, axis=1)
     seconds = 0.01 * np.repeat(np.array(cost)[:, None], rows, axis=1)
     return Values(
@@ -40,7 +40,7 @@ def values(expected=(0.0, 0.5, 1.0), cost=(1.0, 1.2, 2.0)):
 def run(account, arm, steps, engine=None, extra=0.0, hazard=CALM):
     for _ in range(steps):
         account.observe(arm, 8, extra)
-    account.commit(engine or values(), AT, hazard)
+    account.commit(engine or values(), CONSTRAINTS, hazard)
 
 
 def test_a_step_owes_what_it_takes_beyond_its_tokens_in_plain_steps():

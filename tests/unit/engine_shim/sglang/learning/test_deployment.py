@@ -13,7 +13,7 @@ from engine_shim.sglang.training.versions import FOLDER_NAME, VersionError, Vers
 from tests.support.eventually import eventually
 from tests.support.training_rounds import make_student, make_target
 
-MADE = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 1.0)
+ORIGIN = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 1.0)
 
 
 class Serving:
@@ -102,8 +102,8 @@ def engine(tmp_path: Path) -> Serving:
 
 
 def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Serving):
-    engine.versions.publish(engine.moved(1), MADE)
-    engine.versions.publish(engine.moved(2), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
+    engine.versions.publish(engine.moved(2), ORIGIN)
     places = {name: part.data_ptr() for name, part in engine.live.parameters.items()}
     assert engine.steps(None) == engine.steps(0) == 0
     assert engine.steps(2) == 1
@@ -142,7 +142,7 @@ def test_what_was_learnt_does_not_fill_the_disk(engine: Serving):
     """No trainer deletes anything, and the first version, which the plan left, may come back."""
     learner, counters = Learner(engine, 1), engine.deployment.counters
     for offset in (1.0, 2.0):
-        engine.versions.publish(engine.moved(offset), MADE)
+        engine.versions.publish(engine.moved(offset), ORIGIN)
     engine.steps(1)
     engine.steps(2)
     for count in range(12):
@@ -211,7 +211,7 @@ def test_without_a_thread_nothing_is_stored_and_all_serves_on(engine: Serving, m
 
 
 def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Serving):
-    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
     engine.steps(1)
     engine.steps(0)
     first = float(next(iter(engine.first.values())).flatten()[0])
@@ -219,7 +219,7 @@ def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Serving):
 
 
 def test_without_a_plan_what_serves_goes_on(engine: Serving):
-    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
     engine.steps(1)
     assert engine.steps(None) == 0
     assert engine.serves(1)
@@ -227,7 +227,7 @@ def test_without_a_plan_what_serves_goes_on(engine: Serving):
 
 def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
     for offset in (1, 2):
-        engine.versions.publish(engine.moved(offset), MADE)
+        engine.versions.publish(engine.moved(offset), ORIGIN)
     engine.deployment.before_step(1)
     engine.deployment.before_step(2)
     assert engine.steps(2) == 1
@@ -245,8 +245,8 @@ def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
     ],
 )
 def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, spoil, message):
-    engine.versions.publish(engine.moved(1), MADE)
-    engine.versions.publish(spoil(engine.moved(2)), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
+    engine.versions.publish(spoil(engine.moved(2)), ORIGIN)
     engine.steps(1)
     assert engine.steps(2) == 0
     assert engine.serves(1)
@@ -260,7 +260,7 @@ def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, sp
 
 def test_once_stopped_what_serves_goes_on_and_is_named(engine: Serving):
     for offset in (1, 2):
-        engine.versions.publish(engine.moved(offset), MADE)
+        engine.versions.publish(engine.moved(offset), ORIGIN)
     engine.steps(1)
     engine.deployment.stop("out of memory")
     assert engine.steps(2) == engine.steps(0) == 0
@@ -284,13 +284,13 @@ def test_a_version_that_comes_late_is_taken_up(engine: Serving, monkeypatch: pyt
     monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.05)
     assert engine.steps(1) == 0
     assert "does not exist" in engine.deployment.counters.state
-    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
     eventually(lambda: engine.steps(1, count=1))
     assert engine.serves(1)
 
 
 def test_an_engine_that_starts_again_serves_the_plan_s_version(engine: Serving, tmp_path: Path):
-    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(engine.moved(1), ORIGIN)
     again = Serving(tmp_path / "drafter")
     assert again.steps(1) == 1
     assert again.serves(1)

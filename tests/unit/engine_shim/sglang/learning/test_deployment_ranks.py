@@ -17,7 +17,7 @@ from tests.support.eventually import eventually
 from tests.support.rank_pair import RankPair
 from tests.support.training_rounds import make_student, make_target
 
-MADE = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 1.0)
+ORIGIN = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 1.0)
 Load = Callable[[Versions, int, Any], Any]
 
 
@@ -41,7 +41,7 @@ class TwoRanks:
         return self.deployments[0].counters.state
 
     def publish(self, offset: float) -> int:
-        return self.versions.publish({n: p + offset for n, p in self.first.items()}, MADE)
+        return self.versions.publish({n: p + offset for n, p in self.first.items()}, ORIGIN)
 
     def serves(self) -> list[float]:
         """By how much each rank's weights differ from the first ones."""

@@ -26,7 +26,7 @@ from tests.support.training_rounds import (
     make_target,
 )
 
-MADE = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 12.5)
+ORIGIN = VersionOrigin(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
 @pytest.fixture(
@@ -58,9 +58,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_engine_and_trainer_never_take_one_number(versions: Versions, student: DraftStudent):
     with ThreadPoolExecutor(4) as pool:
-        publications = [pool.submit(Versions(versions.folder).publish, moved(student), MADE)]
+        publications = [pool.submit(Versions(versions.folder).publish, moved(student), ORIGIN)]
         publications += [
-            pool.submit(Versions(versions.folder).publish, parameters(student), MADE)
+            pool.submit(Versions(versions.folder).publish, parameters(student), ORIGIN)
             for _ in range(7)
         ]
         numbers = sorted(one.result() for one in publications)
@@ -71,17 +71,17 @@ def test_engine_and_trainer_never_take_one_number(versions: Versions, student: D
     )
     # A writer that was killed has left its claim.
     (versions.folder / "00000009.claim").touch()
-    assert versions.publish(moved(student), MADE) == 10
+    assert versions.publish(moved(student), ORIGIN) == 10
 
 
 def test_base_and_versions_come_back_as_students(versions: Versions, student: DraftStudent):
-    assert versions.publish(moved(student), MADE) == 1
-    assert versions.publish(parameters(student), MADE) == 2
+    assert versions.publish(moved(student), ORIGIN) == 1
+    assert versions.publish(parameters(student), ORIGIN) == 2
     base, first = versions.load_student(0), versions.load_student(1)
     assert same(parameters(base), parameters(student))
     assert torch.equal(base.embedding, student.embedding)
     assert same(parameters(first), moved(student))
-    assert versions.read_origin(1) == MADE
+    assert versions.read_origin(1) == ORIGIN
     assert versions.version_numbers() == [1, 2]
     assert same(versions.load_parameters(1, parameters(student)), moved(student))
 
@@ -92,7 +92,7 @@ def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
     student = DFlashStudent(like.shape, like.embedding, head=like.embedding + 1)
     versions = Versions(tmp_path)
     versions.adopt_base(student.shape, parameters(student), student.borrowed)
-    versions.publish(moved(student), MADE)
+    versions.publish(moved(student), ORIGIN)
     for version in (0, 1):
         published_student = versions.load_student(version)
         assert isinstance(published_student, DFlashStudent)
@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_refused(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     reason: str,
 ):
-    versions.publish(change(parameters(student)), MADE)
+    versions.publish(change(parameters(student)), ORIGIN)
     with pytest.raises(VersionError, match=reason):
         versions.load_parameters(1, parameters(student))
 
@@ -166,7 +166,7 @@ def test_values_that_are_no_plain_floats_are_refused_by_name(
 ):
     weights = parameters(student)
     name = a_matrix(weights)
-    versions.publish(weights | {name: weights[name].to(kind)}, MADE)
+    versions.publish(weights | {name: weights[name].to(kind)}, ORIGIN)
     for read in (lambda: versions.load_parameters(1, weights), lambda: versions.load_student(1)):
         with pytest.raises(VersionError, match=f"{name} is of {kind}"):
             read()
@@ -177,7 +177,7 @@ def test_a_version_of_another_base_is_refused(
 ):
     elsewhere = Versions(tmp_path / "other")
     elsewhere.adopt_base(student.shape, moved(student), student.borrowed)
-    elsewhere.publish(parameters(student), MADE)
+    elsewhere.publish(parameters(student), ORIGIN)
     (elsewhere.folder / "00000001.safetensors").rename(versions.folder / "00000001.safetensors")
     with pytest.raises(VersionError, match="made for another drafter"):
         versions.load_parameters(1, parameters(student))
@@ -192,7 +192,7 @@ def test_a_version_of_another_base_is_refused(
 def test_a_damaged_file_is_named(
     versions: Versions, student: DraftStudent, name: str, damage: Callable[[bytes], bytes]
 ):
-    versions.publish(moved(student), MADE)
+    versions.publish(moved(student), ORIGIN)
     path = versions.folder / f"{name}.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(VersionError, match=name):
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_named(
 def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
     with pytest.raises(VersionError, match=r"00000003\.safetensors does not exist$"):
         versions.load_parameters(3, parameters(student))
-    versions.publish(moved(student), MADE)
+    versions.publish(moved(student), ORIGIN)
     (versions.folder / "base.safetensors").unlink()
     with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         versions.load_parameters(1, parameters(student))
@@ -216,16 +216,16 @@ def test_a_disk_that_is_full_leaves_nothing(
 
     monkeypatch.setattr("engine_shim.sglang.training.versions.os.fsync", full)
     with pytest.raises(OSError, match="space"):
-        versions.publish(moved(student), MADE)
+        versions.publish(moved(student), ORIGIN)
     assert [path.name for path in versions.folder.iterdir()] == ["base.safetensors"]
 
 
 def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, student: DraftStudent):
     for _ in range(6):
-        versions.publish(moved(student), MADE)
+        versions.publish(moved(student), ORIGIN)
     versions.delete_old({2}, max_versions=2)
     assert versions.version_numbers() == [2, 5, 6]
-    assert versions.publish(moved(student), MADE) == 7
+    assert versions.publish(moved(student), ORIGIN) == 7
 
 
 def test_what_a_killed_writer_has_left_goes_after_a_day(versions: Versions):
