@@ -232,7 +232,7 @@ async def test_a_shelf_keeps_the_newest_sources_and_names(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ):
     for module in ("file_store", "redis_blobs"):
-        monkeypatch.setattr(f"controller.store.{module}.BLOB_NAMES", 2)
+        monkeypatch.setattr(f"controller.store.{module}.BLOB_NAMES_MAX", 2)
     async with opened() as store:
         for source in ("01", "02", "03", "04", "05"):
             await store.blobs.put(GOODS, "aa", source, "x")

@@ -53,7 +53,7 @@ class Looked:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
 
-    async def look(self) -> Fleet:
+    async def current_view(self) -> Fleet:
         await asyncio.sleep(0)
         return self.fleet
 
