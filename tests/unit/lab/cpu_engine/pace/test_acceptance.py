@@ -17,7 +17,7 @@ FIRST, SECOND, PROSE = (
 
 
 def positions(drawn, request, drafter, order):
-    return {p: drawn.at(str(request), drafter, p) for p in order}
+    return {p: drawn.accepted_at(str(request), drafter, p) for p in order}
 
 
 def test_an_id_is_read_back_and_another_text_is_none():
