@@ -178,13 +178,13 @@ def test_to_beat_is_more_than_to_equal():
     assert not bar(moving(1.0, 1.0), "shifting: against the best static").holds
     assert bar(moving(1.001, 1.0), "shifting: against the best static").holds
     assert not bar(moving(1.1, 1.0), "shifting: against the best peer").holds
-    assert "tide" in bar(moving(1.1, 1.0), "shifting: against the best peer").where
+    assert "tide" in bar(moving(1.1, 1.0), "shifting: against the best peer").worst_scenario
 
 
 def test_the_worst_scenario_is_named():
     there = report(scenario("good"), scenario("bad", policy(oracle=0.9)))
     bar_result = bar(there, "shifting: against the oracle")
-    assert (bar_result.actual, bar_result.where, bar_result.holds) == (0.9, "bad", False)
+    assert (bar_result.value, bar_result.worst_scenario, bar_result.holds) == (0.9, "bad", False)
 
 
 def test_without_the_controller_there_are_no_bars():

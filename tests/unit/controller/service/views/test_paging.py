@@ -167,7 +167,7 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(
         monkeypatch.setattr(engine_status, "explain", breaking)
         for method, reason in (("ListEngines", "ValueError"), ("Overview", "ArithmeticError")):
             answer = await asked(running, method)("")
-            rows = {name_of(row): row.unavailable_reason for row in answer.engines}
+            rows = {name_of(row): row.unavailable for row in answer.engines}
             assert list(rows) == ["a", "broken", "c"]
             assert reason in rows["broken"]
             assert rows["broken"].isprintable()
