@@ -38,7 +38,7 @@ class DrawnScenario:
         """Tells whether requests of a kind differ."""
         return has_memory(self.document)
 
-    def scenario(self, folder: Path) -> Scenario:
+    def make_scenario(self, folder: Path) -> Scenario:
         """Makes the scenario; its files are written to the folder."""
         for name, text in self.files.items():
             (folder / name).write_text(text)

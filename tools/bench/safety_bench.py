@@ -43,7 +43,7 @@ def _play(number: int, folder: Path) -> dict[str, Any]:
         return {"number": number}
     with tempfile.TemporaryDirectory() as place:
         result = against_off(
-            drawn_scenario.scenario(Path(place)), by_request=drawn_scenario.has_memory
+            drawn_scenario.make_scenario(Path(place)), by_request=drawn_scenario.has_memory
         )
     if result is None:
         return {"number": number}

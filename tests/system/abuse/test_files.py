@@ -82,7 +82,7 @@ def test_two_entries_with_one_name_refuse_the_start(tmp_path: Path):
         "serve", "--address", f"unix:{tmp_path}/s", "--metrics-port", "0", "--access", str(access)
     )
     assert started.returncode == Exit.BAD_FILE
-    assert f"{access}, line 2: the name of line 1 again" in started.stderr
+    assert f"{access}, line 2: repeats the name of line 1" in started.stderr
     assert "Traceback" not in started.stderr
 
 

@@ -66,7 +66,7 @@ class Link(RuleBasedStateMachine):
         # Engines whose agents were killed: what those held is lost.
         self._bereft: set[str] = set()
 
-    @initialize(settled=st.booleans(), of=st.none() | RULES, count=st.sampled_from([0, 20, 60]))
+    @initialize(settled=st.booleans(), rule=st.none() | RULES, count=st.sampled_from([0, 20, 60]))
     def begin(self, settled: bool, rule: Rule | None, count: int) -> None:
         """Under an override or none, and with something learnt or nothing."""
         if rule is not None:
@@ -272,7 +272,7 @@ class Link(RuleBasedStateMachine):
 
     @precondition(lambda self: self.serving)
     @rule(
-        of=RULES,
+        rule=RULES,
         scope=SCOPES,
         batches=st.sampled_from([(0, 0), (0, 0), (3, 6), (0, 5)]),
         seconds=st.sampled_from([0.05, 0.5, 3.0, 30.0]),
@@ -288,7 +288,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving and self.world.active_override_ids)
     @rule(which=st.integers(0, 9))
     def clear_override(self, which: int) -> None:
-        names = self.world.in_force
+        names = self.world.active_override_ids
         self.world.clear_override(names[which % len(names)])
 
     @precondition(lambda self: self.serving)

@@ -98,7 +98,7 @@ class SidecarProcess(Process):
         for channel in list(self._network.channels):
             self._network.cut(channel, 0)
         self._network.server = None
-        self.sidecar.store._shut()  # type: ignore[attr-defined]
+        self.sidecar.store._close_files()  # type: ignore[attr-defined]
 
     @property
     def engine_ids(self) -> set[str]:

@@ -235,7 +235,7 @@ class World:
         del self.overrides[override_id]
 
     @property
-    def in_force(self) -> list[str]:
+    def active_override_ids(self) -> list[str]:
         """Those that are certain."""
         soon = self.clock.now() + _EDGE_SECONDS
         return [name for name, commanded in self.overrides.items() if commanded.expires_at > soon]

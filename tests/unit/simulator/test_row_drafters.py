@@ -29,7 +29,7 @@ def choice(eagle, ngram, matches):
 
 def step(row_choice, running=BOTH, rules=(RULE,), rows=None, positions=None):
     rows = np.arange(len(row_choice._matches)) if rows is None else np.array(rows)
-    return row_choice.step(
+    return row_choice.choose_rows(
         running, GAMMA, rows if positions is None else np.array(positions), rows, rules
     )
 
@@ -141,7 +141,7 @@ def test_a_batch_does_what_each_of_its_rows_would_do_alone(steps):
         assert accepted.tolist() == expected
         by_drafter: dict[str, int] = {}
         for part in evidence.proposals:
-            by_drafter[part.drafter] = by_drafter.get(part.drafter, 0) + part.rows
+            by_drafter[part.drafter] = by_drafter.get(part.drafter, 0) + part.row_count
         assert set(by_drafter.values()) == {3}
     ratios = row_choice._mixtures[0]._ratios[:, :3]
     assert ratios[0] == pytest.approx([row.main for row in alone])

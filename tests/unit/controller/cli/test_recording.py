@@ -152,5 +152,5 @@ def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path: Path):
         "serve", "--address", f"unix:{tmp_path}/s", "--metrics-port", "0", environment=environment
     )
     assert done.returncode == 1
-    assert "cannot hold recordings" in done.stderr
+    assert "cannot be used for recordings" in done.stderr
     assert "Traceback" not in done.stderr

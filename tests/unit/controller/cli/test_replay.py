@@ -169,7 +169,7 @@ def test_the_ticket_says_what_an_operator_asks(page: str):
     assert "odd: decisions and their reasons" in text
     assert "the same, bit by bit" in text
     assert "gamma <= 2" in text
-    assert "steps without a valid lease 4 4 stretches" in text
+    assert "steps without a valid lease 4 4 intervals" in text
     assert "reports dropped by the engine's agent 1" in text
     assert "reports refused 1" in text
     assert "mtp 5" in text

@@ -49,7 +49,7 @@ def test_in_hardly_any_500_steps_of_random_scenarios_is_it_worth_less_than_98_pe
     @given(scenarios())
     def every_window_holds(drawn: DrawnScenario) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            comparison = against_off(drawn.scenario(Path(folder)), by_request=drawn.has_memory)
+            comparison = against_off(drawn.make_scenario(Path(folder)), by_request=drawn.has_memory)
         assume(comparison is not None)
         assert comparison is not None
         worst.append(comparison.worst)

@@ -34,9 +34,9 @@ async def test_the_environment_names_what_it_takes(tmp_path: Path, monkeypatch: 
         assert error.value.exit_code is code
 
     async with run_alongside(tmp_path, engine, tcp=tcp, access=access, **tls):
-        await refused("If it serves TLS, name its authority in CONTROLLER_CA", Exit.NO_SIDECAR)
+        await refused("If it uses TLS, name its authority in CONTROLLER_CA", Exit.NO_SIDECAR)
         monkeypatch.setenv("CONTROLLER_CA", str(tmp_path / "ca.pem"))
-        await refused(f"the sidecar at {address} refuses: no token", Exit.DENIED)
+        await refused(f"the sidecar at {address} refuses: the call has no token", Exit.DENIED)
         monkeypatch.setenv("CONTROLLER_TOKEN_FILE", str(token))
         await refused(f"CONTROLLER_TOKEN_FILE: {token}: No such file", Exit.USAGE)
         token.write_text("secret-of-ann\n")

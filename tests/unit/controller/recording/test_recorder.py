@@ -176,7 +176,7 @@ def test_a_directory_is_one_sidecars(tmp_path):
     with recorder(tmp_path), pytest.raises(RecordDirectoryError, match="another sidecar"):
         Recorder(tmp_path, 1_000_000, lambda _: None).open()
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordDirectoryError, match="cannot hold recordings"):
+    with pytest.raises(RecordDirectoryError, match="cannot be used for recordings"):
         Recorder(tmp_path / "file", 1_000_000, lambda _: None).open()
 
 

@@ -53,4 +53,4 @@ def test_a_request_that_has_begun_to_answer_waits_for_no_first_pass():
         )
 
     for engine in (of_sglang, of_vllm):
-        assert [engine.prompt_tokens(make_request(output)) for output in (0, 2)] == [9, 0]
+        assert [engine.unread_prompt_tokens(make_request(output)) for output in (0, 2)] == [9, 0]

@@ -95,7 +95,7 @@ def test_a_check_that_passed_is_verdicts_counts_and_figures():
         "| random arms, with the plugin | 16 | 4 | 0.250 |",
         "| off | 1.200 (1.100 to 1.300) |",
         "| 1 | 60.0 | 50.0 |",
-        "30 µs, 1.0 % of a step",
+        "30 µs, 1.0% of a step",
         "waking the drafter after 0.1 s of sleep at B = 4, 3 times",
         "| B = 8 | 0.990 (0.980 to 1.000) |",
         "| B = 8, overlap | 100 | 10 (9 to 11) | 0.910 (0.900 to 0.920) | 8 / 21 |",

@@ -59,7 +59,7 @@ def test_a_replay_takes_the_steps_that_the_engine_takes(requests):
         for arm in range(len(GAMMAS))
     ]
     assert steps == replay(one, surface()).steps[0].tolist()
-    assert steps == one.steps("mtp", GAMMAS).sum(axis=1).tolist()
+    assert steps == one.steps_per_request("mtp", GAMMAS).sum(axis=1).tolist()
 
 
 def test_kinds_of_several_pools_are_numbered_through_and_a_shared_pool_once():

@@ -10,6 +10,7 @@ from simulator.peers.common import (
     RelativeCosts,
     accepted_tokens,
     arms_by_gamma,
+    nearest_gamma,
     octave,
     octave_range,
     off_arm,
@@ -24,9 +25,9 @@ def test_a_drafters_arms_come_in_ascending_draft_length():
     assert list(arms_by_gamma(TWO, "dflash").items()) == [(0, 2), (4, 4), (8, 3)]
 
 
-@pytest.mark.parametrize(("wanted", "nearest_gamma"), [(0, 1), (2, 1), (3, 3), (9, 5)])
-def test_the_nearest_draft_length_is_the_shorter_one_of_two(wanted, nearest_gamma):
-    assert nearest_gamma((5, 1, 3), wanted) == nearest_gamma
+@pytest.mark.parametrize(("target", "expected"), [(0, 1), (2, 1), (3, 3), (9, 5)])
+def test_the_nearest_draft_length_is_the_shorter_one_of_two(target, expected):
+    assert nearest_gamma((5, 1, 3), target) == expected
 
 
 def test_an_arm_that_speculates_is_never_plain_decoding_while_there_is_another():

@@ -86,7 +86,7 @@ def test_the_arm_that_it_runs_is_worth_most(rates, batch_size):
     for drafter, rate in zip(("mtp", "eagle"), rates, strict=True):
         reached = [round(n * rate**k) for k in range(depth)]
         accepted = [round(n * rate ** (k + 1)) for k in range(depth)]
-        step = replace(record(OFF, TWO, [1]), idle=[IdleCounts(drafter, reached, accepted)])
+        step = replace(record(OFF, TWO, [1]), idle_counts=[IdleCounts(drafter, reached, accepted)])
         policy.observe(step, 0.0)
     values = [
         (1 + sum(rates[i // 4] ** (k + 1) for k in range(arm.gamma))) / COSTS.seconds[i, batch_size]

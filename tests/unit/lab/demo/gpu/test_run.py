@@ -103,7 +103,7 @@ def test_a_result_says_that_it_is_incomplete_from_the_beginning(tmp_path, monkey
     with pytest.raises(OSError, match="full"):
         run(options(tmp_path), Terminal())
     assert seen[0]["complete"] is False
-    assert "without notice" in seen[0]["stopped"]
+    assert "has not ended yet" in seen[0]["stopped"]
     assert "the disk is full" in json.loads((tmp_path / "result.json").read_text())["stopped"]
 
 
