@@ -187,7 +187,8 @@ def test_tokens_verified_past_the_ends_are_counted_as_generated(
 ) -> None:
     # An engine that accepts few drafts may end every request without such a token.
     counts = [count_reports(played.reports) for played in all_played.values()]
-    assert sum(each.generated_tokens - each.delivered_tokens for each in counts) > 0
+    delivered = sum(each.delivered_tokens or 0 for each in counts)
+    assert 0 < delivered < sum(each.generated_tokens for each in counts)
 
 
 def test_a_request_that_must_not_be_drafted_for_is_a_group_without_drafts(
