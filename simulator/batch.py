@@ -92,9 +92,9 @@ class Batch:
         self._row_chooser = self._make_row_chooser(surface, distinct_pools(workload))
         # cursor, end and base: current, last and first position of a sequence in the acceptance
         # arrays.
-        self._rows = np.zeros((8, capacity), dtype=np.int64)
+        self._sequence_state = np.zeros((8, capacity), dtype=np.int64)
         (self._cursor, self._end, self._base, self._context, self._label, self._kind,
-         self._request, self._number) = self._rows  # fmt: skip
+         self._request, self._number) = self._sequence_state  # fmt: skip
         self.size = 0
         self.kv_tokens = 0
         self.phase = 0
@@ -220,7 +220,7 @@ class Batch:
         _, number, i, phase = request
         pool = self._pools[phase]
         base, context_tokens = pool.base[i], pool.context[i]
-        self._rows[:, self.size] = (
+        self._sequence_state[:, self.size] = (
             base, base + pool.output[i], base, context_tokens, pool.label[i], pool.kind[i], i,
             number,
         )  # fmt: skip
@@ -321,13 +321,13 @@ class Batch:
         tokens_past_end = 0
         if min_remaining <= 0:
             keep = remaining_tokens > 0
-            finished_rows = self._rows[:, :n][:, ~keep]
+            finished_rows = self._sequence_state[:, :n][:, ~keep]
             cursor, end, base, context = finished_rows[:4]
             tokens_past_end = int((cursor - end).sum())
             self.kv_tokens -= int((context + cursor - base).sum())
             self._finished_requests = finished_rows[-1].tolist()
             staying_count = n - finished_rows.shape[1]
-            self._rows[:, :staying_count] = self._rows[:, :n][:, keep]
+            self._sequence_state[:, :staying_count] = self._sequence_state[:, :n][:, keep]
             self.size = staying_count
             min_remaining = int(remaining_tokens[keep].min()) if staying_count else 0
         self._min_remaining_tokens = min_remaining
@@ -365,15 +365,15 @@ class Batch:
             self._move_to_pool()
         elif phase.begins is PhaseStart.REPLACED:
             self._suspended_phases[id(ended.pool), ended.concurrency] = _SuspendedPhase(
-                self._rows[:, : self.size].copy(),
+                self._sequence_state[:, : self.size].copy(),
                 self.kv_tokens,
                 tuple(self._prefilling),
                 self._next_request,
             )
-            empty_phase = _SuspendedPhase(self._rows[:, :0], 0, (), 0)
+            empty_phase = _SuspendedPhase(self._sequence_state[:, :0], 0, (), 0)
             resumed = self._suspended_phases.pop((id(phase.pool), phase.concurrency), empty_phase)
             self.size = resumed.rows.shape[1]
-            self._rows[:, : self.size] = resumed.rows
+            self._sequence_state[:, : self.size] = resumed.rows
             self.kv_tokens = resumed.kv_tokens
             self._prefilling = deque(resumed.prefilling)
             self._next_request = resumed.next_request
@@ -386,7 +386,7 @@ class Batch:
         pool = self._pools[self.phase]
         request = self._request[: self.size]
         shift = pool.base[request] - self._base[: self.size]
-        self._rows[:3, : self.size] += shift
+        self._sequence_state[:3, : self.size] += shift
         self._label[: self.size] = pool.label[request]
         self._kind[: self.size] = pool.kind[request]
         for request_state in self._prefilling:

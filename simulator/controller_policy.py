@@ -64,13 +64,13 @@ class ControllerPolicy:
         self._use_plan(self.controller.current_plan())
 
     def _use_plan(self, plan: Plan) -> None:
-        self._rows = plan.rows
+        self._plan_rows = plan.rows
         self._rules = plan.rules
         self._limits = [row.max_batch_size for row in plan.rows]
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Looks the arm up in the current plan; a probe runs once, for its number of steps."""
-        row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
+        row = self._plan_rows[min(bisect_left(self._limits, batch_size), len(self._plan_rows) - 1)]
         arm, probe_id = row.arm, 0
         probe = row.probe
         if probe is not None:

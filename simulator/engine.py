@@ -125,7 +125,7 @@ class RunResult:
     latencies: Latencies = field(default_factory=Latencies)
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Returns tokens per second."""
         return self.tokens / self.seconds
 
@@ -137,7 +137,7 @@ class RunResult:
         inverse of the mean latency per token, from arrival to the last token.
         """
         if not self.open_loop:
-            return self.rate
+            return self.tokens_per_second
         return 1.0 / float(self.latencies.per_token.mean())
 
 
@@ -229,7 +229,7 @@ class _EngineRun:
             return
         spent = batch.prefill(options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token)
         spent += self._surface.prefill_pass_seconds
-        self._now = self._account(self._now, spent, 0.0)
+        self._now = self._add_interval(self._now, spent, 0.0)
         self._is_after_gap = True
 
     def _choose(self, step: int) -> ArmChoice:
@@ -277,7 +277,7 @@ class _EngineRun:
             seconds += (self._plain_drafter_count - 1) * self._surface.catch_up_seconds(tokens)
         else:
             self._update_missed_tokens(arm, asleep, tokens)
-        self._now = now = self._account(self._now, seconds, tokens)
+        self._now = now = self._add_interval(self._now, seconds, tokens)
         batch.record_times(now)
         trace = result.trace
         trace.arms.append(arm)
@@ -373,7 +373,7 @@ class _EngineRun:
         factors: NDArray[np.float64] = np.exp(logs - sigma * sigma / 2)
         return factors
 
-    def _account(self, now: float, seconds: float, tokens: float) -> float:
+    def _add_interval(self, now: float, seconds: float, tokens: float) -> float:
         """Adds an interval to the result; a closed loop's last step counts up to its last token."""
         result = self.result
         segment = self._batch.segment_at(now)

@@ -30,10 +30,13 @@ _MIN_EXPECTED = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _RuleArrays:
-    """Holds a rule as arrays.  free: [match length] from 0, the last one for all longer ones."""
+    """Holds a rule as arrays.
 
-    main: float
-    free: NDArray[np.float64]
+    lookup_expected: [match length] from 0; the last one holds for all longer ones.
+    """
+
+    main_expected: float
+    lookup_expected: NDArray[np.float64]
     weight: float
 
     @classmethod
@@ -46,13 +49,13 @@ class _RuleArrays:
 class _Mixture:
     """The ratios of one mixture: [main and free, requests], by the number of a request.
 
-    main, free: indices of its drafters; index: its own index.
+    main, lookup: indices of its drafters; index: its own index.
     """
 
     def __init__(self, spec: DrafterSpec, index: int, names: Sequence[str]) -> None:
         assert spec.mixture is not None
         self.name, self.index = spec.name, index
-        self.main, self.free = names.index(spec.mixture.main), names.index(spec.mixture.free)
+        self.main, self.lookup = names.index(spec.mixture.main), names.index(spec.mixture.free)
         self._ratios = np.ones((2, 256))
 
     def find_lookup_rows(
@@ -66,9 +69,9 @@ class _Mixture:
             new_ratios = np.ones((2, largest_request + 1))
             self._ratios = np.concatenate((self._ratios, new_ratios), axis=1)
         ratios = self._ratios[:, requests]
-        expected = rule.free[np.minimum(match, len(rule.free) - 1)]
+        expected = rule.lookup_expected[np.minimum(match, len(rule.lookup_expected) - 1)]
         uses_lookup: NDArray[np.bool_] = (
-            ratios[_LOOKUP_SIDE] * expected > ratios[_MAIN_SIDE] * rule.main
+            ratios[_LOOKUP_SIDE] * expected > ratios[_MAIN_SIDE] * rule.main_expected
         )
         return uses_lookup
 
@@ -77,14 +80,14 @@ class _Mixture:
     ) -> None:
         """Updates the main drafter's ratios with the outcome of its proposals."""
         self._update_ratios(
-            _MAIN_SIDE, requests, outcomes, np.full(len(requests), rule.main), rule.weight
+            _MAIN_SIDE, requests, outcomes, np.full(len(requests), rule.main_expected), rule.weight
         )
 
     def update_lookup_ratios(
         self, rule: _RuleArrays, requests: IntArray, match: IntArray, outcomes: "_ProposalOutcomes"
     ) -> None:
         """Updates the lookup's ratios of the rows in which it found a match."""
-        expected = rule.free[np.minimum(match, len(rule.free) - 1)]
+        expected = rule.lookup_expected[np.minimum(match, len(rule.lookup_expected) - 1)]
         rows = expected > 0
         self._update_ratios(
             _LOOKUP_SIDE, requests[rows], outcomes.select_rows(rows), expected[rows], rule.weight
@@ -197,15 +200,15 @@ class RowDrafterChooser:
                 (r.arm.drafter, r.arm.gamma): _RuleArrays.from_plan(r) for r in rules
             }
         match = self._matches[cursor].astype(np.int64)
-        active_mixtures = [m for m in self._mixtures if running in {m.index, m.main, m.free}]
+        active_mixtures = [m for m in self._mixtures if running in {m.index, m.main, m.lookup}]
         accepted_by_drafter = {
             d: self._accepted_drafts(
                 d,
                 gamma,
                 cursor,
-                None if d in {m.free for m in active_mixtures} else stale_keep_factors,
+                None if d in {m.lookup for m in active_mixtures} else stale_keep_factors,
             )
-            for d in {d for m in active_mixtures for d in (m.main, m.free)} or {running}
+            for d in {d for m in active_mixtures for d in (m.main, m.lookup)} or {running}
         }
         uses_lookup = {
             m.index: m.find_lookup_rows(self._rule_by_arm.get((m.name, gamma)), requests, match)
@@ -213,7 +216,7 @@ class RowDrafterChooser:
         }
         for m in active_mixtures:
             accepted_by_drafter[m.index] = np.where(
-                uses_lookup[m.index], accepted_by_drafter[m.free], accepted_by_drafter[m.main]
+                uses_lookup[m.index], accepted_by_drafter[m.lookup], accepted_by_drafter[m.main]
             )
         accepted = accepted_by_drafter[running]
         proposals: dict[tuple[str, int], ProposalCounts] = {}
@@ -221,12 +224,12 @@ class RowDrafterChooser:
         for m in active_mixtures:
             rule = self._rule_by_arm.get((m.name, gamma))
             lookup_outcomes = _ProposalOutcomes.from_step(
-                accepted_by_drafter[m.free], accepted, gamma
+                accepted_by_drafter[m.lookup], accepted, gamma
             )
-            parts = [lookup_outcomes.proposal_counts(self._names[m.free], gamma, match)]
+            parts = [lookup_outcomes.proposal_counts(self._names[m.lookup], gamma, match)]
             if rule is not None:
                 m.update_lookup_ratios(rule, requests, match, lookup_outcomes)
-            if running != m.free:
+            if running != m.lookup:
                 main_outcomes = _ProposalOutcomes.from_step(
                     accepted_by_drafter[m.main], accepted, gamma
                 )
@@ -269,6 +272,6 @@ class RowDrafterChooser:
                 gamma,
                 tuple(np.bincount(accepted[rows], minlength=gamma + 1).tolist()),
             )
-            for drafter, rows in ((mixture.main, ~uses_lookup), (mixture.free, uses_lookup))
+            for drafter, rows in ((mixture.main, ~uses_lookup), (mixture.lookup, uses_lookup))
             if rows.any()
         )

@@ -153,13 +153,20 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
     (
         Column("engine", lambda status: status.engine.engine_id),
         Column("profile", lambda status: status.profile_id or "none (prior)", priority=3),
-        Column("B", lambda status: str(_last_batch_size(status) or "-"), right=True),
+        Column("B", lambda status: str(_last_batch_size(status) or "-"), is_right_aligned=True),
         Column("gamma", _plan_text),
         Column("reason", lambda status: reason_text(status.plan), priority=1),
-        Column("reports", lambda status: str(status.reports), right=True, priority=4),
-        Column("rejected", lambda status: str(status.rejected_reports), right=True, priority=5),
-        Column("dropped", lambda status: str(status.dropped_reports), right=True, priority=5),
-        Column("last report", _last_report_text, right=True, priority=2),
+        Column("reports", lambda status: str(status.reports), is_right_aligned=True, priority=4),
+        Column(
+            "rejected",
+            lambda status: str(status.rejected_reports),
+            is_right_aligned=True,
+            priority=5,
+        ),
+        Column(
+            "dropped", lambda status: str(status.dropped_reports), is_right_aligned=True, priority=5
+        ),
+        Column("last report", _last_report_text, is_right_aligned=True, priority=2),
     ),
     plain_values,
     lambda status: status.unavailable,

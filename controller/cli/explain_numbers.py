@@ -94,9 +94,9 @@ def _positions_table(answer: "service_pb2.ExplainResponse") -> TextTable:
         [
             TextColumn("drafter"),
             *([TextColumn("class")] if classes else []),
-            TextColumn("position", right=True),
-            TextColumn("P(accepted)", right=True),
-            TextColumn("evidence", right=True, priority=1),
+            TextColumn("position", is_right_aligned=True),
+            TextColumn("P(accepted)", is_right_aligned=True),
+            TextColumn("evidence", is_right_aligned=True, priority=1),
         ],
         [
             (
@@ -117,7 +117,7 @@ def _strides_table(updates: "service_pb2.UpdatesExplanation") -> TextTable:
         "online updates of the drafter",
         [
             TextColumn(""),
-            TextColumn("stride", right=True),
+            TextColumn("stride", is_right_aligned=True),
             *number_columns(
                 ["P(first accepted)", "ms lost a step", "tokens/s", "of best", "could be"],
                 {"P(first accepted)": 3, "ms lost a step": 4, "of best": 2, "could be": 5},

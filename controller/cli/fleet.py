@@ -135,8 +135,10 @@ FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
     lambda line: line.engine_id,
     (
         Column("engine", lambda line: line.engine_id, style=lambda _: "bold"),
-        Column("B", lambda line: str(line.batch_size or "-"), right=True),
-        Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
+        Column("B", lambda line: str(line.batch_size or "-"), is_right_aligned=True),
+        Column(
+            "γ", lambda line: str(line.gamma), is_right_aligned=True, style=lambda _: "bold cyan"
+        ),
         Column("drafter", lambda line: line.drafter, priority=2),
         optional_column("τ", "accept_length", "{:.2f}", priority=3),
         optional_column("tokens/s", "tokens_per_second", "{:.0f}", priority=5),
@@ -145,9 +147,9 @@ FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
         Column("reason", lambda line: line.reason, priority=7),
         Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
         Column("overrides", _overrides_text, priority=4),
-        Column("age", lambda line: f"{line.age_seconds:.0f} s", right=True, priority=8),
+        Column("age", lambda line: f"{line.age_seconds:.0f} s", is_right_aligned=True, priority=8),
         Column("sidecar", lambda line: line.sidecar, priority=9),
-        Column("model", lambda line: line.target_model, wide=True),
+        Column("model", lambda line: line.target_model, is_wide_only=True),
     ),
     _values,
     lambda line: line.unavailable,

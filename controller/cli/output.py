@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # The api_version of all documents.  Within a version, fields are only added.
 API_VERSION = "speculation.v1"
 # Characters that a table's frame takes in all, and in addition for each column.
-_FRAME, _COLUMN = 1, 3
+_FRAME_WIDTH, _COLUMN_FRAME_WIDTH = 1, 3
 _GAP = "  "
 # Least width of a column whose text is folded.
 _FOLDED_WIDTH_MIN = 10
@@ -61,14 +61,15 @@ class Column(Generic[Item]):
     """Describes a column of a list.
 
     cell_text: the text of an item's cell.  priority: 0 is always shown; of the others, the largest
-    are left out first.  wide: it is shown with `-o wide` only.  style: of a cell, by its text.
+    are left out first.  is_wide_only: it is shown with `-o wide` only.  style: of a cell, by its
+    text.
     """
 
     title: str
     cell_text: Callable[[Item], str]
-    right: bool = False
+    is_right_aligned: bool = False
     priority: int = 0
-    wide: bool = False
+    is_wide_only: bool = False
     style: Callable[[str], str] = lambda _: ""
 
 
@@ -192,7 +193,10 @@ def optional_text(message: "Message", name: str, form: str) -> str:
 def optional_column(title: str, name: str, form: str, priority: int) -> Column[Any]:
     """Describes a column of an optional number; name and form are those of `optional_text`."""
     return Column(
-        title, lambda message: optional_text(message, name, form), right=True, priority=priority
+        title,
+        lambda message: optional_text(message, name, form),
+        is_right_aligned=True,
+        priority=priority,
     )
 
 
@@ -226,7 +230,7 @@ def print_table(table: "TextTable", *, wide: bool = False) -> None:
     """Prints a table below its title.  wide: prints all columns, even if they do not fit."""
     columns: list[Column[tuple[str, ...]]] = [
         Column(
-            column.title, itemgetter(number), column.right, column.priority,
+            column.title, itemgetter(number), column.is_right_aligned, column.priority,
             style=partial(_style, column.styles),
         )
         for number, column in enumerate(table.columns)
@@ -270,12 +274,12 @@ def _print_list_table(listing: Listing[Item], items: Sequence[Item], *, wide: bo
         if left_out:
             console.print(f"left out: {', '.join(left_out)} (-o wide)", style="dim")
         return
-    columns = [column for column in listing.columns if wide or not column.wide]
+    columns = [column for column in listing.columns if wide or not column.is_wide_only]
     rows = [[column.title for column in columns], *(_row_cells(listing, columns, i) for i in items)]
     widths = [max(len(row[n]) for row in rows if len(row) > n) for n in range(len(columns))]
     for row in rows:
         cells = [
-            cell.rjust(width) if column.right else cell.ljust(width)
+            cell.rjust(width) if column.is_right_aligned else cell.ljust(width)
             for cell, width, column in zip(row, widths, columns, strict=False)
         ]
         print_line(_GAP.join(cells).rstrip())
@@ -297,7 +301,7 @@ def fit_table(
     from rich.table import Table
     from rich.text import Text
 
-    columns = [column for column in listing.columns if wide or not column.wide]
+    columns = [column for column in listing.columns if wide or not column.is_wide_only]
     cells = {
         column.title: [to_printable(_cell_text(listing, column, i)) for i in items]
         for column in columns
@@ -307,8 +311,9 @@ def fit_table(
 
     def table_width(column_width_max: int = sys.maxsize) -> int:
         """Returns the table's width if no column but the first is wider than `column_width_max`."""
-        return _FRAME + sum(
-            _COLUMN + (min(column_width_max, widest[c.title]) if number else widest[c.title])
+        return _FRAME_WIDTH + sum(
+            _COLUMN_FRAME_WIDTH
+            + (min(column_width_max, widest[c.title]) if number else widest[c.title])
             for number, c in enumerate(columns)
         )
 
@@ -325,7 +330,7 @@ def fit_table(
     for number, column in enumerate(columns):
         table.add_column(
             column.title,
-            justify="right" if column.right else "left",
+            justify="right" if column.is_right_aligned else "left",
             overflow="fold",
             width=widest[column.title] if is_name_unfolded and not number else None,
         )

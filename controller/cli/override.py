@@ -167,7 +167,7 @@ def _print_set_answer(
         print_line(f"{name} {'would last' if dry_run else 'lasts'} {lasts} from now on")
     else:
         print_line(f"{name} {'would last' if dry_run else 'lasts'} {lasts}")
-    _print_effects(answer.effects, would=dry_run, renewed=answer.repeated or answer.end_moved)
+    _print_effects(answer.effects, is_dry_run=dry_run, renewed=answer.repeated or answer.end_moved)
     if not dry_run:
         print_line(
             f"etag {answer.held.etag}; to end it: controller override clear {name} --reason ..."
@@ -208,7 +208,7 @@ def clear(
 
     def print_text() -> None:
         print_line(f"{override_id} has ended")
-        _print_effects(answer.effects, would=False, renewed=False)
+        _print_effects(answer.effects, is_dry_run=False, renewed=False)
 
     values = {"override_id": override_id, **plain_values(answer)}
     print_result("OverrideResult", values, output, [override_id], print_text)
@@ -220,7 +220,7 @@ override.command("log")(override_lists.log)
 
 
 def _print_effects(
-    effects: "Iterable[policy_pb2.OverrideEffect]", *, would: bool, renewed: bool
+    effects: "Iterable[policy_pb2.OverrideEffect]", *, is_dry_run: bool, renewed: bool
 ) -> None:
     """Prints the effects by engine.
 
@@ -233,7 +233,7 @@ def _print_effects(
         lines = _effect_lines(effect)
         shadows = ", ".join(effect.shadowed_by)
         if effect.changes or effect.regime_changes:
-            head = f" {'would change' if would else 'changes'} {_timing_text(effect)}:"
+            head = f" {'would change' if is_dry_run else 'changes'} {_timing_text(effect)}:"
         elif effect.constrains:
             head = " runs as now, but the allowed choices change"
         elif effect.unable:

@@ -153,7 +153,7 @@ _OVERRIDES: "Listing[policy_pb2.HeldOverride]" = Listing(
         Column("who", lambda held: held.override.author, priority=3),
         Column("why", lambda held: held.override.reason, priority=2),
         Column("set at", lambda held: _utc_text(held.created_at), priority=6),
-        Column("ends in", remaining_text, right=True, priority=1),
+        Column("ends in", remaining_text, is_right_aligned=True, priority=1),
         Column("etag", lambda held: held.etag or "-", priority=7),
     ),
     plain_values,

@@ -212,11 +212,12 @@ def _stretches_table(comparison: "Comparison") -> TextTable:
 
 
 _STRETCHES = (
-    TextColumn("from"), TextColumn("seconds", right=True, priority=1),
-    TextColumn("steps", right=True, priority=5), TextColumn("B", right=True, priority=2),
+    TextColumn("from"), TextColumn("seconds", is_right_aligned=True, priority=1),
+    TextColumn("steps", is_right_aligned=True, priority=5),
+    TextColumn("B", is_right_aligned=True, priority=2),
     TextColumn("recorded"), TextColumn("changed to"), TextColumn("reason", priority=4),
-    TextColumn("estimated gain", right=True, priority=1),
-    TextColumn("unobserved", right=True, priority=3),
+    TextColumn("estimated gain", is_right_aligned=True, priority=1),
+    TextColumn("unobserved", is_right_aligned=True, priority=3),
 )  # fmt: skip
 
 

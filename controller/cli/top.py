@@ -251,15 +251,20 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
     lambda line: line.engine_id,
     (
         Column("engine", lambda line: line.engine_id, style=lambda _: "bold"),
-        Column("B", lambda line: str(line.batch_size or "-"), right=True),
-        Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
+        Column("B", lambda line: str(line.batch_size or "-"), is_right_aligned=True),
+        Column(
+            "γ", lambda line: str(line.gamma), is_right_aligned=True, style=lambda _: "bold cyan"
+        ),
         Column("drafter", lambda line: line.drafter, priority=1),
         optional_column("τ", "accept_length", "{:.2f}", priority=2),
         optional_column("tokens/s", "tokens_per_second", "{:.0f}", priority=3),
         optional_column("gain", "gain", "x{:.2f}", priority=2),
         Column("regime", lambda line: line.regime, priority=6),
         Column("reason", lambda line: line.reason, priority=4),
-        Column("plan age", lambda line: f"{line.plan_age_seconds:.0f} s", right=True, priority=7),
+        Column(
+            "plan age", lambda line: f"{line.plan_age_seconds:.0f} s", is_right_aligned=True,
+            priority=7
+        ),
         Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
         Column("overrides", lambda line: ", ".join(line.overrides) or "-", priority=5),
     ),

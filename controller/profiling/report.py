@@ -37,9 +37,9 @@ def _gamma_table(
     """Makes a table with a row for each gamma.  cells: texts by gamma and batch size."""
     priorities = spread_priorities(len(sizes))
     columns = [
-        TextColumn("gamma", right=True),
+        TextColumn("gamma", is_right_aligned=True),
         *(
-            TextColumn(f"B = {size}", right=True, priority=priority)
+            TextColumn(f"B = {size}", is_right_aligned=True, priority=priority)
             for size, priority in zip(sizes, priorities, strict=True)
         ),
     ]

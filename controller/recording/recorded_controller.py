@@ -213,11 +213,11 @@ class RecordedController(EngineController):
         return changed
 
     def record_lost_capabilities(
-        self, losses: Iterable[LostCapability]
+        self, lost_capabilities: Iterable[LostCapability]
     ) -> tuple[LostCapability, ...]:
         """Records the new losses."""
         self._begin_event()
-        new_losses = super().record_lost_capabilities(losses)
+        new_losses = super().record_lost_capabilities(lost_capabilities)
         if new_losses:
             self._record(
                 "loss",

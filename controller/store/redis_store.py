@@ -97,13 +97,13 @@ class RedisStore:
         self._location = self._redacted(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
         self._keys = [f"{tag}:{name}" for name in ("revision", "live", "traces", "audit")]
-        self._common = [f"{tag}:entry:", f"{tag}:news"]
+        self._entry_prefix_and_channel = [f"{tag}:entry:", f"{tag}:news"]
         self._timeout_seconds = timeout_seconds
         self._reconcile_seconds = reconcile_seconds
         self._replicas = replicas
         self._mirror = RedisMirror(mirror) if mirror is not None else None
         self._entries: dict[str, MirroredEntry] = {}
-        self._revision = b"?"
+        self._change_counter = b"?"
         self._skipped = SkippedEntries(self._location)
         self._unusable: dict[str, str] = {}
         self._unusable_count = 0
@@ -226,13 +226,13 @@ class RedisStore:
             await self._ask(lambda: self._run_script(SEED, seeds), ignore_reply, writes=True)
         # Even if they cannot be restored: acknowledged overrides stay in force.
         fetched.update({lost_entry.override_id: lost_entry for lost_entry in lost})
-        self._revision = reply.counter
+        self._change_counter = reply.counter
         await self._replace_entries(fetched)
 
-    def _set_unusable(self, reply: FetchedEntries, put_right: Collection[str]) -> None:
-        """Records unreadable entries, and those beyond the limit.  put_right: restored ids."""
+    def _set_unusable(self, reply: FetchedEntries, restored_ids: Collection[str]) -> None:
+        """Records unreadable entries, and those beyond the limit.  restored_ids: restored ids."""
         beyond_limit_count = reply.left_out[0]
-        names = [name for name in reply.unreadable if name not in put_right]
+        names = [name for name in reply.unreadable if name not in restored_ids]
         self._unusable = dict.fromkeys(names, "unreadable: clear it, or delete it in Redis")
         if beyond_limit_count:
             self._unusable[f"{beyond_limit_count} others"] = (
@@ -272,7 +272,11 @@ class RedisStore:
 
     async def _run_script(self, script: str, *arguments: object) -> Any:
         return await self._client.eval(
-            script, len(self._keys), *self._keys, *self._common, *map(str, arguments)
+            script,
+            len(self._keys),
+            *self._keys,
+            *self._entry_prefix_and_channel,
+            *map(str, arguments),
         )
 
     async def _require_replicas(self) -> None:
@@ -334,14 +338,14 @@ class RedisStore:
             outcome = "it is unknown whether it was done: retry with the same id"
         return StoreUnavailableError(f"redis {self._location}: {reason}; {outcome}")
 
-    def _set_wrong_key(self, wrong: str) -> None:
-        if wrong and not self._wrong_key:
+    def _set_wrong_key(self, fault: str) -> None:
+        if fault and not self._wrong_key:
             self._state_since = time.monotonic()
-            _log.error("store_takes_no_writes", store=self._location, error=wrong)
-        elif self._wrong_key and not wrong:
+            _log.error("store_takes_no_writes", store=self._location, error=fault)
+        elif self._wrong_key and not fault:
             self._state_since = time.monotonic()
             _log.info("store_takes_writes_again", store=self._location)
-        self._wrong_key = wrong
+        self._wrong_key = fault
 
     def _set_fault(self, trouble: str) -> None:
         if trouble == self._fault:
@@ -361,7 +365,7 @@ class RedisStore:
         while True:
             try:
                 async with self._client.pubsub() as channel:
-                    await channel.subscribe(self._common[1])
+                    await channel.subscribe(self._entry_prefix_and_channel[1])
                     pause = _BACKOFF_SECONDS[0]
                     self._on_change()
                     async for message in channel.listen():
@@ -380,7 +384,7 @@ class RedisStore:
             await asyncio.sleep(self._reconcile_seconds * jitter)
             with contextlib.suppress(StoreUnavailableError):
                 counter = await self._ask(lambda: self._client.get(self._keys[0]), _read_counter)
-                if counter != self._revision or self._fault or self._wrong_key:
+                if counter != self._change_counter or self._fault or self._wrong_key:
                     self._on_change()
 
 

@@ -62,7 +62,7 @@ class TextColumn:
     """
 
     title: str
-    right: bool = False
+    is_right_aligned: bool = False
     priority: int = 0
     styles: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +81,10 @@ class TextTable:
 
 def number_columns(titles: Iterable[str], priorities: Mapping[str, int]) -> list[TextColumn]:
     """Returns columns of numbers; one without a priority is always shown."""
-    return [TextColumn(title, right=True, priority=priorities.get(title, 0)) for title in titles]
+    return [
+        TextColumn(title, is_right_aligned=True, priority=priorities.get(title, 0))
+        for title in titles
+    ]
 
 
 def spread_priorities(count: int) -> list[int]:

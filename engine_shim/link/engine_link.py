@@ -91,7 +91,7 @@ class EngineLink:
         self._supervisor = supervisor
         self.plan_follower = plan_follower
         self._socket: socket.socket | None = None
-        self._arrivals = select.poll()
+        self._poller = select.poll()
         self._closed = False
         # One byte more than the limit, to detect packets that are too long.
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)
@@ -220,12 +220,12 @@ class EngineLink:
         if self._unsent_lost_packets:
             agent_socket = self._send_lost_capabilities(agent_socket)
         # Polled first each time: a receive without a packet raises, which costs several times more.
-        if agent_socket is None or not self._arrivals.poll(0):
+        if agent_socket is None or not self._poller.poll(0):
             return None
         plans: list[ArrivedPlan] = []
         try:
             for packets_read in range(_MAX_PACKETS_PER_READ):
-                if packets_read and not self._arrivals.poll(0):
+                if packets_read and not self._poller.poll(0):
                     break
                 length = agent_socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
                 if length == 0:
@@ -288,17 +288,17 @@ class EngineLink:
         if self._socket is None and not self._closed:
             self._socket = self._supervisor.take_socket()
             if self._socket is not None:
-                self._arrivals.register(self._socket, select.POLLIN)
+                self._poller.register(self._socket, select.POLLIN)
                 self._unsent_lost_packets = deque(self._lost_packets)
         return self._socket
 
-    def _send_lost_capabilities(self, peer: socket.socket | None) -> socket.socket | None:
+    def _send_lost_capabilities(self, agent_socket: socket.socket | None) -> socket.socket | None:
         """Sends lost capabilities that the agent has not got; returns the socket still in use."""
-        if peer is None:
+        if agent_socket is None:
             return None
         try:
             while self._unsent_lost_packets:
-                peer.send(self._unsent_lost_packets[0], _SEND_FLAGS)
+                agent_socket.send(self._unsent_lost_packets[0], _SEND_FLAGS)
                 self._unsent_lost_packets.popleft()
         except BlockingIOError:
             pass
@@ -331,7 +331,7 @@ class EngineLink:
     def _disconnect(self, reason: str) -> None:
         old_socket, self._socket = self._socket, None
         if old_socket is not None:
-            self._arrivals = select.poll()
+            self._poller = select.poll()
             old_socket.close()
         self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {reason}"
 

@@ -95,17 +95,18 @@ _NO_TABLE: Final = _Table([], [], [], ())
 class PlanFollower:
     """Follows the plan in use.  Call `choose` once for every decode step that will run.
 
-    `drafters`: the engine's drafters; a choice contains an index into them, and `names` has their
-    names.  `lapses`: how often a lease ran out without a newer plan.  `plans_accepted`: number of
-    accepted plans.  `source`: of the last choice. `plan`: the newest accepted plan, however old;
-    `lease_end`: the end of its lease in seconds of the clock passed in, -inf before the first plan.
+    `drafters`: the engine's drafters; a choice contains an index into them, and `drafter_names` has
+    their names.  `lapses`: how often a lease ran out without a newer plan.  `plans_accepted`:
+    number of accepted plans.  `source`: of the last choice.  `plan`: the newest accepted plan,
+    however old; `lease_end`: the end of its lease in seconds of the clock passed in, -inf before
+    the first plan.
     """
 
     def __init__(
         self, drafters: Iterable[Drafter], safe_default: StepChoice, grace_seconds: float
     ) -> None:
         all_drafters = tuple(drafters)
-        self.names = tuple(drafter.name for drafter in all_drafters)
+        self.drafter_names = tuple(drafter.name for drafter in all_drafters)
         self._drafter_indices = {
             (drafter.name, gamma): drafter_index
             for drafter_index, drafter in enumerate(all_drafters)

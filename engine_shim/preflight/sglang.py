@@ -204,7 +204,7 @@ def _resolve_and_check(engine: _Engine, *, is_resolved: bool) -> list[Check]:
     except Exception as error:
         # As above.
         raise InputError(f"SGLang refuses these flags itself: {_error_text(error)}") from error
-    check_results = list(flag_checks(engine.args, engine.settings, has_block=engine.has_dflash))
+    check_results = list(flag_checks(engine.args, engine.settings, has_dflash=engine.has_dflash))
     if is_resolved:
         check_results += resolution_checks(engine.args, engine.settings)
         if refusal and refusal not in {check.refusal for check in check_results}:

@@ -99,15 +99,18 @@ class EagerPasses:
         return {"steps": steps, "without_graphs": self.missing.names}
 
 
-def watch_drafters(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
+def watch_drafters(worker: Any, states: Iterable[Any], dflash_drafter: Any | None) -> EagerPasses:
     """Makes the `EagerPasses` of an `EAGLEWorkerV2`.
 
-    states: its `SpecRuntimeState` of every draft length.  block: its `DFlashDrafter`, if any.
+    states: its `SpecRuntimeState` of every draft length.  dflash_drafter: its `DFlashDrafter`, if
+    any.
     """
     states = tuple(states)
-    active_block = block if block is not None and not block.failure_reason else None
+    active_block = (
+        dflash_drafter if dflash_drafter is not None and not dflash_drafter.failure_reason else None
+    )
     runner = worker.draft_worker.draft_runner
-    has_chain = block is None or block.runner is not runner
+    has_chain = dflash_drafter is None or dflash_drafter.runner is not runner
     executed = Passes.VERIFICATION
     captured = _passes_if(any(state.target_graph_runner for state in states), Passes.VERIFICATION)
     if has_chain:

@@ -82,12 +82,12 @@ def describe_engine(
             model=second_drafter.model_path,
             revision=hub_revision(second_drafter.model_path, second_drafter.revision),
         )
-        runners.append(second_drafter.block.runner)
+        runners.append(second_drafter.dflash_drafter.runner)
     if learner:
         spec.capabilities.learner = spec.drafters[learner].name
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
     dflash_drafters = [sglang_api.dflash_only_drafter(scheduler.draft_worker.draft_worker)]
-    dflash_drafters += [] if second_drafter is None else [second_drafter.block]
+    dflash_drafters += [] if second_drafter is None else [second_drafter.dflash_drafter]
     for drafter, dflash_drafter in zip(spec.drafters, dflash_drafters, strict=True):
         if dflash_drafter is not None and drafter.HasField("shape"):
             drafter.shape.block_size = dflash_drafter.block_size
@@ -173,15 +173,15 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
         gammas = block_draft_lengths(gammas, dflash_drafter.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
-        kind=_drafter_kind(scheduler, has_block=dflash_drafter is not None),
+        kind=_drafter_kind(scheduler, has_dflash=dflash_drafter is not None),
         gammas=gammas,
         model=model,
         revision=hub_revision(model, revision),
     )
 
 
-def _drafter_kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueType:
-    if has_block:
+def _drafter_kind(scheduler: Any, *, has_dflash: bool) -> engine_pb2.DrafterKind.ValueType:
+    if has_dflash:
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
     architectures = getattr(getattr(model, "config", None), "architectures", None) or ()

@@ -70,27 +70,27 @@ _log = logging.getLogger(__name__)
 class EngineHooks:
     """Joins the steps of one engine to its link; made after the engine's workers are built.
 
-    ranks, orders: what this rank has adopted.  has_other_ranks: whether other ranks must agree with
-    this one.  has_attention_dp: each rank has its own batch (see api/attention_dp.py). link,
-    reporter: of rank 0 only.  block: the engine's DFlash drafter, `dual_drafter`'s or the only one.
-    row_drafting: the prompt lookup, which may draft single rows.  request_options: the options of
-    requests. learning: online updates and signals of one drafter.  Parts that the engine does not
-    have are None, and parts that have failed are set to None.
+    plan_sync, rank_commands: what this rank has adopted.  has_other_ranks: whether other ranks must
+    agree with this one.  has_attention_dp: each rank has its own batch (see api/attention_dp.py).
+    link, reporter: of rank 0 only.  dflash_drafter: the engine's DFlash drafter, `dual_drafter`'s
+    or the only one.  row_drafting: the prompt lookup, which may draft single rows.
+    request_options: the options of requests.  learning: online updates and signals of one drafter.
+    Parts that the engine does not have are None, and parts that have failed are set to None.
     """
 
     policy: SteeredPolicy
-    ranks: RankPlanSync
-    losses: LostCapabilityReporter
+    plan_sync: RankPlanSync
+    lost_capabilities: LostCapabilityReporter
     graph_states: GraphStates
     eager: EagerPasses
-    orders: RankCommands = field(default_factory=RankCommands)
+    rank_commands: RankCommands = field(default_factory=RankCommands)
     has_other_ranks: bool = False
     has_attention_dp: bool = False
     link: EngineLink | None = None
     reporter: StepReporter | None = None
     sleeping_drafter: SleepingDrafter | None = None
     dual_drafter: DualDrafter | None = None
-    block: DFlashDrafter | None = None
+    dflash_drafter: DFlashDrafter | None = None
     row_drafting: RowDrafting | None = None
     request_options: RequestOptions | None = None
     learning: LearningSteps | None = None
@@ -123,8 +123,8 @@ class EngineHooks:
         Runs after `Scheduler._poll_timeout_aborts`, on rank 0.
         """
         updates: list[RankUpdate | RankCommand] = [
-            *self.ranks.outgoing_updates(),
-            *self.orders.outgoing_commands(),
+            *self.plan_sync.outgoing_updates(),
+            *self.rank_commands.outgoing_commands(),
         ]
         if not self.has_attention_dp:
             return [*aborts, *updates]
@@ -138,7 +138,7 @@ class EngineHooks:
 
     def after_init_dispatcher(self, _: None, scheduler: Any) -> None:
         """Runs after `Scheduler.init_request_dispatcher`."""
-        ranks.add_handlers(scheduler, self.ranks.adopt, self.orders.adopt)
+        ranks.add_handlers(scheduler, self.plan_sync.adopt, self.rank_commands.adopt)
 
     def around_forward(
         self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
@@ -150,13 +150,13 @@ class EngineHooks:
         the processor's caches.
         """
         if self.has_other_ranks:
-            self.orders.execute_adopted()
+            self.rank_commands.execute_adopted()
         else:
-            self.ranks.receive_and_adopt()
+            self.plan_sync.receive_and_adopt()
         if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
             return self._run_without_decoding(original, worker, batch, *args, **kwargs)
         largest_batch_size = attention_dp.largest_batch(batch) if self.has_attention_dp else 0
-        choice = self.ranks.choose(largest_batch_size or len(batch.reqs))
+        choice = self.plan_sync.choose(largest_batch_size or len(batch.reqs))
         self.policy.set_choice(choice)
         previous_launch, sleeping_drafter, eager = (
             self._launching_step,
@@ -203,10 +203,10 @@ class EngineHooks:
         eager.step_passes = NO_PASSES
         result = original(worker, batch, *args, **kwargs)
         launch.eager = eager.step_passes
-        if self.block is not None:
-            self._report_lost_dflash(self.block)
+        if self.dflash_drafter is not None:
+            self._report_lost_dflash(self.dflash_drafter)
         if row_drafting is not None and row_drafting.failure_reason:
-            report_lost_lookup(self.losses, row_drafting)
+            report_lost_lookup(self.lost_capabilities, row_drafting)
         result.speculation_launch = launch
         return result
 
@@ -217,7 +217,7 @@ class EngineHooks:
         if batch.forward_mode.is_idle():
             if self.has_attention_dp and not batch.is_extend_in_batch:
                 # Other ranks decode, and this one takes part with an empty batch.
-                self.policy.set_choice(self.ranks.choose(attention_dp.largest_batch(batch)))
+                self.policy.set_choice(self.plan_sync.choose(attention_dp.largest_batch(batch)))
             return original(worker, batch, *args, **kwargs)
         if self.sleeping_drafter is not None:
             self.sleeping_drafter.forget_requests(batch.reqs)
@@ -228,8 +228,8 @@ class EngineHooks:
         learning = self.learning
         tokens = None if learning is None else learning.before_prefill(batch)
         result = original(worker, batch, *args, **kwargs)
-        if self.block is not None:
-            self._report_lost_dflash(self.block)
+        if self.dflash_drafter is not None:
+            self._report_lost_dflash(self.dflash_drafter)
         if learning is not None:
             learning.after_prefill(batch, tokens, result)
         return result
@@ -269,7 +269,7 @@ class EngineHooks:
             verify = original(draft, batch, **kwargs)
         if row_drafting is not None:
             row_drafting.attempt(
-                lambda: row_drafting.add_lookup(verify, batch, role, self.ranks.mixture_rules())
+                lambda: row_drafting.add_lookup(verify, batch, role, self.plan_sync.mixture_rules())
             )
             if row_drafting.failure_reason and role.is_mixed and role.main is not None:
                 launch.choice = launch.choice._replace(drafter_index=role.main)
@@ -356,13 +356,13 @@ class EngineHooks:
     def _stop_reporting(self, error: Exception) -> None:
         self.reporter = None
         _log.exception("steps are no longer reported to the sidecar")
-        self.losses.mark_lost(engine_pb2.CAPABILITY_REPORT, error_reason(error))
+        self.lost_capabilities.mark_lost(engine_pb2.CAPABILITY_REPORT, error_reason(error))
 
     def after_internal_state(self, result: Any, *arguments: Any) -> None:
         """Runs after SGLang has filled in the `internal_states` of `/server_info`."""
         if self.link is not None:
             if not self.has_other_ranks:
-                self.ranks.receive_and_adopt()  # the engine may have been idle for a long time
+                self.plan_sync.receive_and_adopt()  # the engine may have been idle for a long time
             state = sglang_api.internal_state(result, arguments)
             state["speculation_controller"] = self.status()
 
@@ -376,24 +376,24 @@ class EngineHooks:
             "reporting": self.reporter is not None,
             "prepared": self.graph_states.status(),
             "eager": self.eager.status(),
-            "lost": self.losses.status(),
+            "lost": self.lost_capabilities.status(),
         }
 
     def _report_lost_dflash(self, block: DFlashDrafter) -> None:
         if not block.failure_reason:
             return
-        report_lost_dflash(self.losses, block, self.row_drafting)
+        report_lost_dflash(self.lost_capabilities, block, self.row_drafting)
         if self.learning is not None and (
             self.dual_drafter is None or self.learning.learner_index == SECOND_DRAFTER_INDEX
         ):
             self.learning.stop(block.failure_reason)
 
     def _try_catch_up(
-        self, sleeping_drafter: SleepingDrafter, batch: Any, asleep: bool, unread_tokens: int
+        self, sleeping_drafter: SleepingDrafter, batch: Any, asleep: bool, unknown_tokens: int
     ) -> bool:
         """Returns whether the drafter can sleep through the step that begins."""
         try:
-            sleeping_drafter.before_step(batch, asleep=asleep, unread_tokens=unread_tokens)
+            sleeping_drafter.before_step(batch, asleep=asleep, unknown_tokens=unknown_tokens)
         except Exception as error:  # for example out of memory
             if self.has_other_ranks:
                 raise
@@ -409,7 +409,7 @@ class EngineHooks:
 
     def _stop_sleeping(self, error: Exception) -> None:
         self.sleeping_drafter = None
-        self.losses.mark_lost(engine_pb2.CAPABILITY_SLEEP, error_reason(error))
+        self.lost_capabilities.mark_lost(engine_pb2.CAPABILITY_SLEEP, error_reason(error))
         _log.exception(
             "the drafter stays awake from now on; it drafts without the KV of tokens that it missed"
         )
@@ -424,7 +424,11 @@ def report_lost_dflash(
         losses.mark_lost(engine_pb2.CAPABILITY_DRAFTER, block.failure_reason, mixture)
 
 
-def report_lost_lookup(losses: LostCapabilityReporter, row_drafting: RowDrafting) -> None:
+def report_lost_lookup(
+    lost_capabilities: LostCapabilityReporter, row_drafting: RowDrafting
+) -> None:
     """Reports to the sidecar that the lookup, and all mixtures with it, are lost."""
     for name in row_drafting.ended_drafter_names:
-        losses.mark_lost(engine_pb2.CAPABILITY_DRAFTER, row_drafting.failure_reason, name)
+        lost_capabilities.mark_lost(
+            engine_pb2.CAPABILITY_DRAFTER, row_drafting.failure_reason, name
+        )

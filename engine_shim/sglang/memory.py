@@ -115,12 +115,12 @@ class BackendBytes:
 class Backend:
     """Describes one of SGLang's backends.
 
-    size: allocations of one instance; index_bytes: bytes per context token of the KV index buffer
-    that all passes of a draft share; is_exact: whether `size` follows SGLang's source and is not an
-    approximation.
+    compute_bytes: allocations of one instance; index_bytes: bytes per context token of the KV index
+    buffer that all passes of a draft share; is_exact: whether `compute_bytes` follows SGLang's
+    source and is not an approximation.
     """
 
-    size: Callable[[Attention, BackendUse], BackendBytes]
+    compute_bytes: Callable[[Attention, BackendUse], BackendBytes]
     index_bytes: int = 0
     is_exact: bool = True
 
@@ -368,7 +368,7 @@ def predict_reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -
 
 def _target_sizes(gamma: int, batches: Sequence[int], shape: AttentionShape) -> list[BackendBytes]:
     return [
-        find_backend(name, shape.target).size(
+        find_backend(name, shape.target).compute_bytes(
             shape.target,
             BackendUse(
                 BackendRole.VERIFY, gamma, batches if name in shape.graph_backend_names else ()
@@ -386,7 +386,7 @@ def draft_pass_bytes(
         return BackendBytes()
     step_backend, use = find_backend(name, model), BackendUse(BackendRole.STEP, gamma, batches)
     index_bytes = gamma * use.max_batch * model.context_tokens * step_backend.index_bytes
-    pass_bytes = step_backend.size(model, use)
+    pass_bytes = step_backend.compute_bytes(model, use)
     return BackendBytes(
         (gamma - 1) * pass_bytes.base_bytes, index_bytes + (gamma - 1) * pass_bytes.graph_bytes
     )
@@ -398,5 +398,5 @@ def _drafter_sizes(
     if drafter is None:
         return []
     model, use = drafter.model, BackendUse(BackendRole.EXTEND, gamma, batches)
-    extend = find_backend(drafter.extend_backend, model).size(model, use)
+    extend = find_backend(drafter.extend_backend, model).compute_bytes(model, use)
     return [extend, draft_pass_bytes(drafter.step_backend, gamma, batches, model)]

@@ -60,7 +60,7 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
-        require_no_obstacle(flag_checks(args, self._settings, has_block=has_dflash))
+        require_no_obstacle(flag_checks(args, self._settings, has_dflash=has_dflash))
         require_no_obstacle(resolution_checks(args, self._settings))
 
     def reserve_for_graphs(
@@ -203,13 +203,13 @@ def checkpoint_kind_checks(config: Any, settings: PluginSettings) -> tuple[Check
 
 
 def flag_checks(
-    args: ServerArgs, settings: PluginSettings, *, has_block: bool
+    args: ServerArgs, settings: PluginSettings, *, has_dflash: bool
 ) -> tuple[Check, ...]:
-    """Checks how the engine runs, by its flags.  has_block: it has a DFlash drafter."""
+    """Checks how the engine runs, by its flags.  has_dflash: it has a DFlash drafter."""
     return (
-        attention_dp.attention_dp_check(args, settings, has_block=has_block),
+        attention_dp.attention_dp_check(args, settings, has_dflash=has_dflash),
         *sglang_api.flag_checks(args),
-        *([sglang_api.dflash_options_check(args)] if has_block else []),
+        *([sglang_api.dflash_options_check(args)] if has_dflash else []),
     )
 
 

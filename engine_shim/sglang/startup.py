@@ -84,7 +84,7 @@ class EngineStartup:
         self._switch = RuntimeSwitch()
         self._graph_states = GraphStates(settings.graph_limits)
         self._class_key = read_key(settings.class_key_file)
-        self._orders = RankCommands()
+        self._rank_commands = RankCommands()
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
@@ -136,7 +136,7 @@ class EngineStartup:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
         worker, settings = scheduler.draft_worker, self._settings
         # Comes before any collective operation of the ranks.
-        self._orders = RankCommands(has_other_ranks=ranks.has_other_ranks())
+        self._rank_commands = RankCommands(has_other_ranks=ranks.has_other_ranks())
         ranks.require_agreement(agreement_facts(settings, engine_shim.__version__))
         policy = _require_policy(worker)
         gammas = tuple(policy.candidate_steps)
@@ -145,7 +145,7 @@ class EngineStartup:
         dflash_drafter = (
             sglang_api.dflash_only_drafter(worker.draft_worker)
             if dual_drafter is None
-            else dual_drafter.block
+            else dual_drafter.dflash_drafter
         )
         startup_lost_capabilities = LostCapabilityReporter()
         if dflash_drafter is not None:
@@ -226,18 +226,18 @@ class EngineStartup:
         )
         return EngineHooks(
             policy=policy,
-            ranks=plan_sync,
-            losses=lost_capabilities,
+            plan_sync=plan_sync,
+            lost_capabilities=lost_capabilities,
             graph_states=self._graph_states,
             eager=eager,
-            orders=self._orders,
+            rank_commands=self._rank_commands,
             has_other_ranks=ranks.has_other_ranks(),
             has_attention_dp=attention_dp.is_enabled(),
             link=link,
             reporter=reporter,
             sleeping_drafter=sleeping_drafter,
             dual_drafter=dual_drafter,
-            block=dflash_drafter,
+            dflash_drafter=dflash_drafter,
             row_drafting=row_drafting,
             request_options=RequestOptions(
                 RequestClasses(
@@ -251,11 +251,11 @@ class EngineStartup:
             ),
             learning=_drop_empty_learning(
                 LearningSteps(
-                    ranks=plan_sync,
-                    losses=lost_capabilities,
+                    plan_sync=plan_sync,
+                    lost_capabilities=lost_capabilities,
                     learner_index=learner,
                     online=online,
-                    follower=rank_weights,
+                    rank_weights=rank_weights,
                     collector=collector,
                     deployment=deployment,
                     split_features=None if dual_drafter is None else dual_drafter.split,
@@ -268,12 +268,12 @@ class EngineStartup:
         worker: Any,
         scheduler: Any,
         learning_dflash: DFlashDrafter | None,
-        losses: LostCapabilityReporter,
+        lost_capabilities: LostCapabilityReporter,
     ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
         """Makes the online updates of rank 0, or the weights that another rank keeps for them.
 
-        learning_dflash: the drafter that learns, if it is not the engine's own.  losses: receives
-        the reason if that drafter no longer drafts, or has no student.
+        learning_dflash: the drafter that learns, if it is not the engine's own.  lost_capabilities:
+        receives the reason if that drafter no longer drafts, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
@@ -283,7 +283,7 @@ class EngineStartup:
             )
         ):
             # It may have failed on one rank only, and all ranks have to know.
-            losses.mark_lost(engine_pb2.CAPABILITY_UPDATE_ONLINE, failure_reason)
+            lost_capabilities.mark_lost(engine_pb2.CAPABILITY_UPDATE_ONLINE, failure_reason)
             return None, None
         from engine_shim.sglang.learning.learning_steps import make_online_updates
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
@@ -292,10 +292,10 @@ class EngineStartup:
         device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
         try:
             online = make_online_updates(
-                worker, device, peers, self._settings, self._orders, learning_dflash
+                worker, device, peers, self._settings, self._rank_commands, learning_dflash
             )
         except UnsupportedDrafterError as error:
-            losses.mark_lost(
+            lost_capabilities.mark_lost(
                 engine_pb2.CAPABILITY_UPDATE_ONLINE,
                 f"the plugin cannot train this kind of drafter: {error}",
             )
@@ -310,14 +310,15 @@ class EngineStartup:
         worker: Any,
         scheduler: Any,
         learning_dflash: DFlashDrafter | None,
-        losses: LostCapabilityReporter,
+        lost_capabilities: LostCapabilityReporter,
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes the signal collector and the deployment, or neither.
 
         Signals are useful only for a drafter that takes versions.
 
-        learning_dflash: as for `_build_online_updates`.  losses: receives the reason if the drafter
-        has no student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
+        learning_dflash: as for `_build_online_updates`.  lost_capabilities: receives the reason if
+        the drafter has no student.  Rank 0 has both; the other ranks carry out the orders of its
+        deployment.
         """
         if not self._settings.signals_folder:
             return None, None
@@ -330,7 +331,7 @@ class EngineStartup:
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
             drafter = live_drafter(worker, ranks.peers(), learning_dflash)
-            deployment = Deployment(Path(folder), drafter, self._orders)
+            deployment = Deployment(Path(folder), drafter, self._rank_commands)
             if not ranks.is_first_rank():
                 return None, None
             collector = make_collector(runner, self._settings)
@@ -339,7 +340,7 @@ class EngineStartup:
                 engine_pb2.CAPABILITY_COLLECT,
                 engine_pb2.CAPABILITY_TAKE_VERSIONS,
             ):
-                losses.mark_lost(
+                lost_capabilities.mark_lost(
                     capability, f"the plugin cannot train this kind of drafter: {error}"
                 )
             return None, None
@@ -353,7 +354,7 @@ def _drop_empty_learning(learning_steps: LearningSteps) -> LearningSteps | None:
     """Returns None if the engine has no part that learns, so that steps skip all of it."""
     parts = (
         learning_steps.online,
-        learning_steps.follower,
+        learning_steps.rank_weights,
         learning_steps.collector,
         learning_steps.deployment,
     )

@@ -161,7 +161,7 @@ class StepReporter:
         waiting_prompts: WaitingPrompts | None = None,
     ) -> None:  # fmt: skip
         self._link = link
-        self._drafter_names = link.plan_follower.names
+        self._drafter_names = link.plan_follower.drafter_names
         self._row_drafting = row_drafting
         self._waiting_prompts = waiting_prompts
         self._eager = eager or EagerPasses()

@@ -101,7 +101,7 @@ class StepReporter:
     ) -> None:
         self._link = link
         # vLLM has one drafter.
-        self._drafter = link.plan_follower.names[0]
+        self._drafter = link.plan_follower.drafter_names[0]
         self._gammas = frozenset(gammas)
         self._may_draft_less = may_draft_less
         self._is_async = is_async

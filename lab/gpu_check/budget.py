@@ -178,11 +178,11 @@ class Planner:
         self._running = policies
         return work
 
-    def count_captures(self, policy: str) -> int:
+    def count_captures(self, engine_name: str) -> int:
         """Counts the CUDA graphs of an engine."""
-        if policy in small_engines.SMALL_ENGINES:
-            return small_engines.count_captures(policy, self.device)
-        return engines.count_captures(policy, self.shape, self.graph_sizes)
+        if engine_name in small_engines.SMALL_ENGINES:
+            return small_engines.count_captures(engine_name, self.device)
+        return engines.count_captures(engine_name, self.shape, self.graph_sizes)
 
     def play(
         self,

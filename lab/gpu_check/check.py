@@ -128,12 +128,12 @@ class Check(Harness):
             except EngineFailedError:
                 self._sidecar_child = None
 
-    def sidecar(self, policy: str) -> SidecarHandle:
+    def sidecar(self, engine_name: str) -> SidecarHandle:
         """Returns the handle with which a part reads and pins this engine at the sidecar."""
-        if policy not in self._handles:
-            handle = SidecarHandle(self.place.address, policy)
-            self._handles[policy] = self._stack.enter_context(handle)
-        return self._handles[policy]
+        if engine_name not in self._handles:
+            handle = SidecarHandle(self.place.address, engine_name)
+            self._handles[engine_name] = self._stack.enter_context(handle)
+        return self._handles[engine_name]
 
     def kill_sidecar(self) -> None:
         """Kills the sidecar, as a node that runs out of memory would."""
@@ -144,33 +144,33 @@ class Check(Harness):
         """Starts a sidecar at the same address, and waits until it serves."""
         self._start_sidecar(self.sidecar(STEERED))
 
-    def url(self, policy: str) -> str:
+    def url(self, engine_name: str) -> str:
         """Returns the address of a running engine's HTTP API."""
-        return self._engines[policy].url
+        return self._engines[engine_name].url
 
-    def status(self, policy: str = STEERED) -> dict[str, Any]:
+    def status(self, engine_name: str = STEERED) -> dict[str, Any]:
         """Returns what the plugin says in an engine's /server_info.  Raises EngineFailedError."""
-        url = f"{self.url(policy)}/server_info"
+        url = f"{self.url(engine_name)}/server_info"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
                 states: list[dict[str, Any]] = json.load(answer)["internal_states"]
         except OSError as error:
-            raise EngineFailedError(f"{policy}: {url} is not answered: {error}") from error
+            raise EngineFailedError(f"{engine_name}: {url} is not answered: {error}") from error
         status: dict[str, Any] = states[0]["speculation_controller"]
         return status
 
     # Plays.
 
-    def play(self, policy: str, stream: Sequence[StreamPhase], text: str = "") -> Play:
+    def play(self, engine_name: str, stream: Sequence[StreamPhase], text: str = "") -> Play:
         """Plays a stream on an engine.  Raises OutOfTimeError when no time is left."""
-        self.deadline.require(_MIN_PLAY_SECONDS, text or policy)
-        played = self._play(policy, stream, text or policy)
+        self.deadline.require(_MIN_PLAY_SECONDS, text or engine_name)
+        played = self._play(engine_name, stream, text or engine_name)
         self.count(played)
         return played
 
-    def play_silently(self, policy: str, stream: Sequence[StreamPhase]) -> Play:
+    def play_silently(self, engine_name: str, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream in another thread than the one that writes to the terminal."""
-        return self._engines[policy].play(stream)
+        return self._engines[engine_name].play(stream)
 
     def count(self, played: Play) -> None:
         """Adds a play to what the check has done."""
@@ -178,11 +178,13 @@ class Check(Harness):
         self.tally.play_seconds += played.seconds
         self.tally.passes += sum(map(decode_steps, played.phases))
 
-    def play_pinned(self, policy: str, arm: Arm, stream: Sequence[StreamPhase]) -> tuple[Play, Pin]:
+    def play_pinned(
+        self, engine_name: str, arm: Arm, stream: Sequence[StreamPhase]
+    ) -> tuple[Play, Pin]:
         """Plays a stream while the engine is held to an arm."""
         drafter, gamma = arm
-        with self.sidecar(policy).pinned(gamma, drafter) as pin:
-            return self.play(policy, stream, f"{policy}: {drafter} γ = {gamma}"), pin
+        with self.sidecar(engine_name).pinned(gamma, drafter) as pin:
+            return self.play(engine_name, stream, f"{engine_name}: {drafter} γ = {gamma}"), pin
 
     def play_contender(self, contender: Contender, stream: Sequence[StreamPhase]) -> Play:
         """Plays a stream on an engine, held to an arm or not."""
@@ -209,53 +211,55 @@ class Check(Harness):
 
     # Starting.
 
-    def _start(self, policy: str) -> None:
+    def _start(self, engine_name: str) -> None:
         start_time = time.monotonic()
         limit = min(self.options.startup_seconds, self.deadline.remaining_seconds)
-        self.deadline.require(self.options.prices.launch / 2, f"the start of the engine {policy}")
-        with self.terminal.show_progress(f"engine: {policy}") as work:
-            engine = self._register_engine(self._launch(policy))
+        self.deadline.require(
+            self.options.prices.launch / 2, f"the start of the engine {engine_name}"
+        )
+        with self.terminal.show_progress(f"engine: {engine_name}") as work:
+            engine = self._register_engine(self._launch(engine_name))
             try:
                 engine.wait_ready(
                     limit,
                     lambda: work.update(f"{time.monotonic() - start_time:.0f} s"),
-                    self.sidecar(policy) if policy in _STEERED_ENGINES else None,
+                    self.sidecar(engine_name) if engine_name in _STEERED_ENGINES else None,
                 )
             except EngineFailedError as error:
-                self._engines.pop(policy).child.stop()
+                self._engines.pop(engine_name).child.stop()
                 if self.deadline.remaining_seconds > 0:
                     raise
-                text = f"the engine {policy} had not started within the budget"
+                text = f"the engine {engine_name} had not started within the budget"
                 raise OutOfTimeError(text) from error
             seconds = round(time.monotonic() - start_time, 1)
             work.result = f"ready after {seconds} s"
         self.tally.launches += 1
         self.tally.launch_seconds += seconds
         startup = self.document.setdefault("startup", {"seconds": {}})
-        startup["seconds"][policy] = seconds
-        if policy in _STEERED_ENGINES:
-            self._count_captures(policy)
-        if policy in engines.SHAPE_ENGINES:
-            self.play(policy, warm_up_stream(self.shape), f"{policy}: warm-up")
+        startup["seconds"][engine_name] = seconds
+        if engine_name in _STEERED_ENGINES:
+            self._count_captures(engine_name)
+        if engine_name in engines.SHAPE_ENGINES:
+            self.play(engine_name, warm_up_stream(self.shape), f"{engine_name}: warm-up")
 
-    def _launch(self, policy: str) -> Any:
-        if policy in engines.SHAPE_ENGINES:
+    def _launch(self, engine_name: str) -> Any:
+        if engine_name in engines.SHAPE_ENGINES:
             variables = self._plugins | acceptance.variables() | syncs.variables(self.ledger)
-            if policy in (PINNED, PINNED_NO_OVERLAP):
+            if engine_name in (PINNED, PINNED_NO_OVERLAP):
                 variables |= shim_time.variables(self.shim_times)
-            return engines.launch(policy, self.setting, self.place, variables)
+            return engines.launch(engine_name, self.setting, self.place, variables)
         engine_variables = (
-            small_engines.environment(policy, self.place.address, self.options.device)
+            small_engines.environment(engine_name, self.place.address, self.options.device)
             | self._plugins
         )
-        if not small_engines.is_bfloat16(policy):
+        if not small_engines.is_bfloat16(engine_name):
             engine_variables |= {float32_rmsnorm.VARIABLE: "1"}
-        if policy == small_engines.LEARNING:
-            engine_variables |= syncs.variables(self.ledger.with_stem(policy))
+        if engine_name == small_engines.LEARNING:
+            engine_variables |= syncs.variables(self.ledger.with_stem(engine_name))
         return launch_engine(
-            policy,
+            engine_name,
             lambda port: small_engines.command(
-                policy, port, self.options.small_options, self.options.device
+                engine_name, port, self.options.small_options, self.options.device
             ),
             engine_variables,
             self.place,
@@ -274,12 +278,12 @@ class Check(Harness):
         if lost_capabilities:
             self.document.setdefault("lost", {})[policy] = lost_capabilities
 
-    def _count_captures(self, policy: str) -> None:
+    def _count_captures(self, engine_name: str) -> None:
         """Notes how long the captures of the further draft lengths took."""
-        prepared = self.status(policy)["prepared"]
+        prepared = self.status(engine_name)["prepared"]
         sizes = (
             small_engines.graph_sizes(self.options.device)
-            if policy in small_engines.SMALL_ENGINES
+            if engine_name in small_engines.SMALL_ENGINES
             else self.setting.graph_sizes
         )
         gammas = tuple(map(int, prepared))

@@ -54,7 +54,7 @@ class EngineSetting:
         return self.shape.pair_pool_tokens if self.in_pairs else self.shape.pool_tokens
 
 
-def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
+def command(engine_name: str, setting: EngineSetting, port: int) -> list[str]:
     """Makes the command line of an engine."""
     shape, device = setting.shape, setting.device
     flags = [
@@ -62,10 +62,10 @@ def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
         "--skip-tokenizer-init",
         # The engine that waits must leave the machine alone.
         "--sleep-on-idle",
-        *(_memory_options(policy, setting) if device.takes_cuda_options else ()),
+        *(_memory_options(engine_name, setting) if device.takes_cuda_options else ()),
         *cuda_options(device),
-        *speculation_flags(policy, setting),
-        *(["--disable-overlap-schedule"] if policy.endswith("-no-overlap") else []),
+        *speculation_flags(engine_name, setting),
+        *(["--disable-overlap-schedule"] if engine_name.endswith("-no-overlap") else []),
         *setting.options,
     ]  # fmt: skip
     return server_command(
@@ -84,61 +84,61 @@ def cuda_options(device: Device) -> list[str]:
     return [*prefill, *(_EMULATED_OPTIONS if device is Device.EMULATED else ())]
 
 
-def _memory_options(policy: str, setting: EngineSetting) -> list[str]:
+def _memory_options(engine_name: str, setting: EngineSetting) -> list[str]:
     memory = _MEMORY_SHARE_ALONE
     if setting.in_pairs:
-        memory = _MEMORY_SHARE_STEERED if policy == STEERED else _MEMORY_SHARE_OTHER
+        memory = _MEMORY_SHARE_STEERED if engine_name == STEERED else _MEMORY_SHARE_OTHER
     return [
         "--mem-fraction-static", str(memory),
         "--cuda-graph-bs-decode", *map(str, setting.graph_sizes),
     ]  # fmt: skip
 
 
-def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
+def speculation_flags(engine_name: str, setting: EngineSetting) -> list[str]:
     """Returns the flags that distinguish the command lines; STATIC and PINNED have the same."""
-    if policy == OFF:
+    if engine_name == OFF:
         return []
-    if policy == ADAPTIVE:
+    if engine_name == ADAPTIVE:
         return adaptive_flags("EAGLE3", setting.models.eagle3)
     return eagle3_flags(setting.models.eagle3, setting.shape.static_gamma)
 
 
-def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, str]:
+def environment(engine_name: str, setting: EngineSetting, address: str) -> dict[str, str]:
     """Makes the variables of the plugin; address: the sidecar's."""
     shape = setting.shape
-    if policy not in (PINNED, PINNED_NO_OVERLAP, STEERED):
+    if engine_name not in (PINNED, PINNED_NO_OVERLAP, STEERED):
         return {}
-    if policy != STEERED:
-        return steered_by(address, policy, (0, shape.static_gamma))
-    return steered_by(address, policy, shape.gammas) | {
+    if engine_name != STEERED:
+        return steered_by(address, engine_name, (0, shape.static_gamma))
+    return steered_by(address, engine_name, shape.gammas) | {
         "SPECULATION_GRAPH_LIMITS": shape.graph_limits,
         "SPECULATION_DFLASH_MODEL_PATH": str(setting.models.dflash),
     }
 
 
 def launch(
-    policy: str, setting: EngineSetting, place: Workplace, variables: Mapping[str, str]
+    engine_name: str, setting: EngineSetting, place: Workplace, variables: Mapping[str, str]
 ) -> Engine:
     """Starts an engine.  variables: further ones, of the check's own plugins."""
-    plugin_variables = environment(policy, setting, place.address)
+    plugin_variables = environment(engine_name, setting, place.address)
     return launch_engine(
-        policy,
-        lambda port: command(policy, setting, port),
+        engine_name,
+        lambda port: command(engine_name, setting, port),
         plugin_variables | dict(variables),
         place,
         popen,
     )
 
 
-def count_captures(policy: str, shape: Shape, sizes: Sequence[int]) -> int:
+def count_captures(engine_name: str, shape: Shape, sizes: Sequence[int]) -> int:
     """Counts the CUDA graphs of an engine whose graphs have these batch sizes."""
-    if policy == OFF:
+    if engine_name == OFF:
         return len(sizes)
-    if policy == ADAPTIVE:
+    if engine_name == ADAPTIVE:
         return count_chain_captures(_ADAPTIVE_GAMMAS, len(sizes))
-    if policy in (STATIC, STATIC_NO_OVERLAP):
+    if engine_name in (STATIC, STATIC_NO_OVERLAP):
         return count_chain_captures((shape.static_gamma,), len(sizes))
-    if policy != STEERED:
+    if engine_name != STEERED:
         return count_chain_captures((0, shape.static_gamma), len(sizes))
     limits = shape.limits()
     chain_graphs = sum(

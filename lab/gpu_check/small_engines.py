@@ -65,22 +65,22 @@ def arms(device: Device) -> tuple[tuple[str, int], ...]:
     )
 
 
-def is_bfloat16(policy: str) -> bool:
+def is_bfloat16(engine_name: str) -> bool:
     """Whether an engine runs in bfloat16; the others run in float32."""
-    return policy in (PLAIN_BFLOAT16, EXACT_BFLOAT16, FIXED_BFLOAT16)
+    return engine_name in (PLAIN_BFLOAT16, EXACT_BFLOAT16, FIXED_BFLOAT16)
 
 
-def command(policy: str, port: int, options: Sequence[str], device: Device) -> list[str]:
+def command(engine_name: str, port: int, options: Sequence[str], device: Device) -> list[str]:
     """Makes the command line of an engine; only its speculation differs from plain decoding's."""
-    draft = MODELS / (_LEARNING_DRAFT if policy == LEARNING else _DRAFT)
-    plain = policy in (PLAIN, PLAIN_BFLOAT16)
+    draft = MODELS / (_LEARNING_DRAFT if engine_name == LEARNING else _DRAFT)
+    plain = engine_name in (PLAIN, PLAIN_BFLOAT16)
     flags = [
-        "--dtype", "bfloat16" if is_bfloat16(policy) else "float32",
+        "--dtype", "bfloat16" if is_bfloat16(engine_name) else "float32",
         "--skip-tokenizer-init",
         "--sleep-on-idle",
         *(_cuda_options(device) if device.takes_cuda_options else ()),
         *([] if plain else eagle3_flags(draft, STARTUP_GAMMA)),
-        *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
+        *(["--disable-overlap-schedule"] if engine_name == NO_OVERLAP else []),
         *options,
     ]  # fmt: skip
     return server_command(device.server_module, MODELS / "target", port, MAX_BATCH, flags)
@@ -97,17 +97,17 @@ def _cuda_options(device: Device) -> list[str]:
     ]  # fmt: skip
 
 
-def environment(policy: str, address: str, device: Device) -> dict[str, str]:
+def environment(engine_name: str, address: str, device: Device) -> dict[str, str]:
     """Makes the variables of an engine; address: the sidecar's."""
-    common = {} if is_bfloat16(policy) else dict(NO_TF32)
-    if policy not in STEERED_SMALL:
+    common = {} if is_bfloat16(engine_name) else dict(NO_TF32)
+    if engine_name not in STEERED_SMALL:
         return common
-    if policy == LEARNING:
-        learning = steered_by(address, policy, (0, 1, LEARNING_GAMMA))
+    if engine_name == LEARNING:
+        learning = steered_by(address, engine_name, (0, 1, LEARNING_GAMMA))
         return common | learning | {"SPECULATION_ONLINE_UPDATES": "1"}
     return (
         common
-        | steered_by(address, policy, gammas(device))
+        | steered_by(address, engine_name, gammas(device))
         | {
             "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
             "SPECULATION_LOOKUP": "1",
@@ -122,14 +122,14 @@ def compared_policies(device: Device, scale: Scale) -> tuple[str, ...]:
     return (EXACT,)
 
 
-def count_captures(policy: str, device: Device) -> int:
+def count_captures(engine_name: str, device: Device) -> int:
     """Counts the CUDA graphs of an engine."""
     sizes = len(graph_sizes(device))
-    if policy in (PLAIN, PLAIN_BFLOAT16):
+    if engine_name in (PLAIN, PLAIN_BFLOAT16):
         return sizes
-    if policy == FIXED_BFLOAT16:
+    if engine_name == FIXED_BFLOAT16:
         return count_chain_captures((STARTUP_GAMMA,), sizes)
-    if policy == LEARNING:
+    if engine_name == LEARNING:
         return count_chain_captures((0, 1, LEARNING_GAMMA), sizes)
     return count_chain_captures(gammas(device), sizes) + sizes
 

@@ -210,7 +210,7 @@ def _crossover(setting: LabSetting, surface: CostSurface, batch: int, seed: int)
         for gamma in (0, GAMMA)
     }
     length = runs[GAMMA].tokens / sum(runs[GAMMA].trace.batch_sizes)
-    return length * runs[0].rate / runs[GAMMA].rate
+    return length * runs[0].tokens_per_second / runs[GAMMA].tokens_per_second
 
 
 def _static(surface: CostSurface, gamma: int) -> StaticPolicy:
@@ -250,4 +250,4 @@ def _play_turns(
 def _speeds(run: RunResult, domains: int) -> list[float]:
     tokens = np.array(run.segment_tokens).reshape(_TURNS, domains).sum(0)
     seconds = np.array(run.segment_seconds).reshape(_TURNS, domains).sum(0)
-    return [*(tokens / seconds).tolist(), run.rate]
+    return [*(tokens / seconds).tolist(), run.tokens_per_second]

@@ -231,4 +231,4 @@ def compute_oracle(
 
 def _policy_rate(run: RunResult) -> PolicyRate:
     pairs = zip(run.segment_tokens, run.segment_seconds, strict=True)
-    return PolicyRate(run.rate, tuple(tokens / seconds for tokens, seconds in pairs))
+    return PolicyRate(run.tokens_per_second, tuple(tokens / seconds for tokens, seconds in pairs))

@@ -154,15 +154,16 @@ def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> 
     controller_run = simulate(workload, costs, make_controller(scenario), scenario.options, seed)
     mixture_runs = runs.pop(f"static-{MIXTURE}")
     single = {name: run for by_arm in runs.values() for name, run in by_arm.items()}
-    best = max(single, key=lambda name: single[name].rate)
+    best = max(single, key=lambda name: single[name].tokens_per_second)
     drafters = [costs.arms[arm].drafter for arm in controller_run.trace.arms]
     return RowRun(
         trace.name,
         batch_size,
         controller_run.steps,
         best,
-        max(run.rate for run in mixture_runs.values()) / single[best].rate,
-        controller_run.rate / single[best].rate,
+        max(run.tokens_per_second for run in mixture_runs.values())
+        / single[best].tokens_per_second,
+        controller_run.tokens_per_second / single[best].tokens_per_second,
         _second_half_rate(controller_run) / _second_half_rate(single[best]),
         drafters.count(MIXTURE) / controller_run.steps,
     )

@@ -161,7 +161,7 @@ def _make_policy_run(
         result.steps,
         result.switches,
         tuple(recovery),
-        policy.controller.explorer.probe_share if isinstance(policy, ControllerPolicy) else 0.0,
+        policy.controller.explorer.spent_share if isinstance(policy, ControllerPolicy) else 0.0,
         result.probe_steps,
         result.sequence_seconds,
         result.decision_seconds,

@@ -77,8 +77,8 @@ def bars_table(report: SimulationReport) -> TextTable:
         "bars",
         [
             TextColumn("demand"),
-            TextColumn("wanted", right=True, priority=1),
-            TextColumn("found", right=True, priority=1),
+            TextColumn("wanted", is_right_aligned=True, priority=1),
+            TextColumn("found", is_right_aligned=True, priority=1),
             TextColumn("", styles={"holds": "green", "missed": "red"}),
             TextColumn("where", priority=2),
         ],

@@ -28,8 +28,8 @@ class HookedSteps:
         worker = SimpleNamespace(_stub_skipped_draft_extend=lambda *_: None)
         self.hooks = EngineHooks(
             policy=SimpleNamespace(set_choice=lambda _: None),  # type: ignore[arg-type]
-            ranks=RankPlanSync(link.plan_follower, link),
-            losses=LostCapabilityReporter(),
+            plan_sync=RankPlanSync(link.plan_follower, link),
+            lost_capabilities=LostCapabilityReporter(),
             graph_states=GraphStates(),
             eager=EagerPasses(),
             link=link,

@@ -160,25 +160,26 @@ class ShiftProbabilities(NamedTuple):
     """Holds the probability of a shift in one step.
 
     any_shift: of any shift, with the prior.  better_shift: of a shift to more accepted drafts, as
-    observed.  blind_better_shift: of such a shift in a step at gamma = 0, as observed;
-    blind_better_count: their number.
+    observed.  unobserved_better_shift: of such a shift in a step at gamma = 0, as observed;
+    unobserved_better_count: their number.
     """
 
     any_shift: float
     better_shift: float
-    blind_better_shift: float = 0.0
-    blind_better_count: float = 0.0
+    unobserved_better_shift: float = 0.0
+    unobserved_better_count: float = 0.0
 
 
 @recorded(
     "hazard_estimator",
-    "_steps _shifts _blind_steps _moves",
+    "_steps _shifts _moves",
+    blind_steps="_unobserved_steps",
     better="_better_shifts",
-    blind_better="_blind_better_shifts",
+    blind_better="_unobserved_better_shifts",
     moved="_shifts_on_move",
     since_move="_steps_since_move",
     since_shift="_steps_since_shift",
-    since_blind="_steps_since_blind",
+    since_blind="_steps_since_unobserved",
     direction="_last_direction",
 )
 class HazardEstimator:
@@ -188,26 +189,26 @@ class HazardEstimator:
         self._steps = _PRIOR_STEPS
         self._shifts = self._better_shifts = 0.0
         # The same at gamma = 0, where only probes can detect shifts.
-        self._blind_steps = self._blind_better_shifts = 0.0
+        self._unobserved_steps = self._unobserved_better_shifts = 0.0
         # Moves of the batch size to another octave, and those with a shift.
         self._moves = self._shifts_on_move = 0.0
         self._steps_since_move = _MOVE_WINDOW_STEPS
         # Steps since the last shift, and its direction; steps since the last one at gamma = 0.
         self._steps_since_shift = self._last_direction = 0
-        self._steps_since_blind = _UNOBSERVED_DETECTION_STEPS
+        self._steps_since_unobserved = _UNOBSERVED_DETECTION_STEPS
 
     def observe_step(self, gamma: int) -> None:
         """Counts a step."""
         self._steps += 1
-        self._steps_since_blind += 1
+        self._steps_since_unobserved += 1
         self._steps_since_move += 1
         if gamma == 0:
-            self._steps_since_blind = 0
-            self._blind_steps += 1
-            if self._blind_steps > _MEMORY_STEPS:
-                kept_share = _MEMORY_STEPS / self._blind_steps
-                self._blind_steps *= kept_share
-                self._blind_better_shifts *= kept_share
+            self._steps_since_unobserved = 0
+            self._unobserved_steps += 1
+            if self._unobserved_steps > _MEMORY_STEPS:
+                kept_share = _MEMORY_STEPS / self._unobserved_steps
+                self._unobserved_steps *= kept_share
+                self._unobserved_better_shifts *= kept_share
         self._steps_since_shift += 1
         if self._steps > _MEMORY_STEPS:
             kept_share = _MEMORY_STEPS / self._steps
@@ -235,8 +236,8 @@ class HazardEstimator:
         if not is_continuation:
             self._shifts += 1
             self._better_shifts += direction > 0
-            self._blind_better_shifts += (
-                direction > 0 and self._steps_since_blind < _UNOBSERVED_DETECTION_STEPS
+            self._unobserved_better_shifts += (
+                direction > 0 and self._steps_since_unobserved < _UNOBSERVED_DETECTION_STEPS
             )
         self._steps_since_shift, self._last_direction = 0, direction
 
@@ -256,6 +257,6 @@ class HazardEstimator:
         return ShiftProbabilities(
             self.shift_probability,
             self._better_shifts / self._steps,
-            self._blind_better_shifts / max(self._blind_steps, 1.0),
-            self._blind_better_shifts,
+            self._unobserved_better_shifts / max(self._unobserved_steps, 1.0),
+            self._unobserved_better_shifts,
         )

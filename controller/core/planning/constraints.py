@@ -90,12 +90,12 @@ def constrain_rows(
     spec: EngineSpec,
     buckets: Sequence[int],
     arms: Sequence[Arm],
-    ceiling_seconds: float = 0.0,
+    tpot_max_seconds: float = 0.0,
 ) -> RowConstraints:
     """Makes one row per bucket, and splits a bucket where overrides or batch limits change.
 
     If that gives more rows than an engine accepts, buckets are not split: the constraints at a
-    bucket's largest batch then apply to the whole bucket.  ceiling_seconds: the setting's bound on
+    bucket's largest batch then apply to the whole bucket.  tpot_max_seconds: the setting's bound on
     the time per output token, 0 = none.
     """
     overrides = tuple(overrides)
@@ -144,7 +144,7 @@ def constrain_rows(
         upper_batch_sizes, cost_buckets, limits, possible, feasible, tuple(is_emptied.tolist()),
         len(upper_batch_sizes) > len(buckets), regime,
         None if requested_regime in {None, regime} else requested_regime,
-        tuple(sorted(override_ids)), spec.lost, token_time_bounds(ceiling_seconds, limits),
+        tuple(sorted(override_ids)), spec.lost, token_time_bounds(tpot_max_seconds, limits),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Explores within a budget: an arm gives no evidence unless it runs, so probes have to run it.
 
 There are four reasons to probe and one budget.  Every step of the engine earns a share of its
-seconds as credit (`observation_cost.budget`, at most `probe_share`).  A probe is charged with its
+seconds as credit (`observation_cost.budget`, at most `spent_share`).  A probe is charged with its
 actual loss against the current arm in the same seconds.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain because of acceptance and
@@ -127,7 +127,7 @@ class ProbeSituation:
     blind_steps="_steps_at_gamma_zero",
     is_scaled="_is_credit_scaled",
     consider_at="_next_review_report",
-    looks="_off_probes",
+    looks="_probes_from_gamma_zero",
     seen="_last_drafted_report",
     remeasured_at="_last_remeasured_report",
     remeasures="_remeasuring_probe_id",
@@ -150,7 +150,7 @@ class Explorer:
         self._reports = 0
         self._steps_at_gamma_zero = 0
         # Probes from gamma = 0; the drafters take turns.
-        self._off_probes = 0
+        self._probes_from_gamma_zero = 0
         # The report in which each drafter drafted last.
         self._last_drafted_report = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
         # The report at which the last probe of a stale cost started, and its probe id.
@@ -168,7 +168,7 @@ class Explorer:
         self._credit_seconds = min(self._credit_seconds, settings.probe_credit_max_seconds)
 
     @property
-    def probe_share(self) -> float:
+    def spent_share(self) -> float:
         """Share of all step time that probing has cost so far (0 before the first step)."""
         return max(self.lost_seconds, 0.0) / self.total_seconds if self.total_seconds else 0.0
 
@@ -294,7 +294,7 @@ class Explorer:
 
     def _choose_probe(self, situation: ProbeSituation) -> tuple[int, int] | None:
         """Returns the arm to probe and the number of steps, or None."""
-        off_arm = self._off_check_arm(situation)
+        off_arm = self._gamma_zero_check_arm(situation)
         if off_arm is not None:
             return off_arm, _OFF_CHECK_STEPS
         row_values = situation.values.tokens_per_second[:, situation.row]
@@ -324,7 +324,7 @@ class Explorer:
             return None
         if self._steps_at_gamma_zero < observation_cost.interval_steps[row]:
             return None
-        drafter_turn = self._off_probes % len(observation_cost.probe_arms)
+        drafter_turn = self._probes_from_gamma_zero % len(observation_cost.probe_arms)
         arm, steps = (
             int(observation_cost.probe_arms[drafter_turn, row]),
             int(observation_cost.probe_steps[drafter_turn, row]),
@@ -334,7 +334,7 @@ class Explorer:
         lost_seconds = steps * max(-float(relative_gain[arm]), 0.0) * values.costs.seconds[arm, row]
         if lost_seconds + values.catch_up_seconds[arm, row] > self._credit_seconds:
             return None
-        self._off_probes += 1
+        self._probes_from_gamma_zero += 1
         return arm, steps
 
     def _affordable_steps(self, situation: ProbeSituation, arm: int, steps: int) -> int:
@@ -386,7 +386,7 @@ class Explorer:
         best_arm = int(gain.argmax())
         return best_arm if gain[best_arm] > self._settings.switch_margin else None
 
-    def _off_check_arm(self, situation: ProbeSituation) -> int | None:
+    def _gamma_zero_check_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm with gamma = 0 if a check is due and the last one is paid back."""
         if self._arms[situation.current_arm].gamma == 0:
             return None

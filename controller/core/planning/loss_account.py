@@ -56,7 +56,7 @@ _TRUSTED_EXPOSURES = 200.0
     "_pending",
     debt="debt_steps",
     gained="_gained_steps",
-    limit="_limit_steps",
+    limit="_debt_limit_steps",
     since_waking="_steps_since_wake_up",
 )
 class LossAccount:
@@ -70,14 +70,14 @@ class LossAccount:
         self._steps_since_wake_up = 0.0
         # The plain steps that drafting has gained recently.
         self._gained_steps = 0.0
-        self._limit_steps = DEBT_MAX_STEPS
+        self._debt_limit_steps = DEBT_MAX_STEPS
         # By arm and batch size since the last decision: steps, and seconds beyond plain ones.
         self._pending: dict[tuple[int, int], tuple[int, float]] = {}
 
     @property
     def loss_budget_steps(self) -> float:
         """Returns the plain steps that may be lost now."""
-        return max(0.0, self._limit_steps - self.debt_steps)
+        return max(0.0, self._debt_limit_steps - self.debt_steps)
 
     @property
     def first_run_budget_steps(self) -> float:
@@ -103,7 +103,7 @@ class LossAccount:
                     wake_up_steps,
                     _WAKE_UP_PAYBACK_STEPS * self._pessimistic_gains(values, plain_seconds),
                 )
-        return LossLimits(wake_up_steps, self.debt_steps > self._limit_steps / 2)
+        return LossLimits(wake_up_steps, self.debt_steps > self._debt_limit_steps / 2)
 
     def _pessimistic_gains(
         self, values: Values, plain_seconds: NDArray[np.float64]
@@ -154,11 +154,13 @@ class LossAccount:
             self._gained_steps = max(0.0, decayed_gain - loss_steps)
             self.debt_steps = min(
                 max(0.0, self.debt_steps + loss_steps - steps * ALLOWANCE_PER_STEP),
-                2 * self._limit_steps,
+                2 * self._debt_limit_steps,
             )
         self._pending.clear()
         return_probability = 1 - math.exp(-hazard.better_shift * _GAIN_STEPS)
-        self._limit_steps = DEBT_MAX_STEPS + _RETURN_SHARE * return_probability * self._gained_steps
+        self._debt_limit_steps = (
+            DEBT_MAX_STEPS + _RETURN_SHARE * return_probability * self._gained_steps
+        )
 
     def _is_doubtful(self, values: Values, arm: int) -> bool:
         curve = values.traffic.last_batch.get(self._arms[arm].drafter)

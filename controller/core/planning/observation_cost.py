@@ -140,8 +140,8 @@ class ObservationPricer:
             # Without probes gamma = 0 is final and has no price.
             zeros = np.zeros(probe_arms.shape[1])
             return ObservationCost(probe_arms, probe_steps, zeros + np.inf, zeros, zeros)
-        shift_rate = max(hazard.any_shift, hazard.blind_better_shift)
-        found_factor = min(1 + hazard.blind_better_count, _FOUND_FACTOR_MAX)
+        shift_rate = max(hazard.any_shift, hazard.unobserved_better_shift)
+        found_factor = min(1 + hazard.unobserved_better_count, _FOUND_FACTOR_MAX)
         max_step_share = (
             _PROBE_STEP_SHARE * found_factor * max(1.0, math.sqrt(_BUSY_STEPS * hazard.any_shift))
         )
@@ -153,7 +153,7 @@ class ObservationPricer:
         catch_up_share = catch_up.seconds_per_token * self._sizes / plain_seconds
         # Probes that have repeatedly found better traffic may cost more than other probes.
         max_share = settings.probe_share * found_factor
-        budget_share = max_share if hazard.blind_better_count else budget_share
+        budget_share = max_share if hazard.unobserved_better_count else budget_share
         budget_shares = np.minimum(budget_share + catch_up_share, max_share)
         interval_steps = np.where(
             is_worthwhile,
@@ -163,7 +163,7 @@ class ObservationPricer:
             ),
             np.inf,
         )
-        better_probability = max(hazard.better_shift, hazard.blind_better_shift)
+        better_probability = max(hazard.better_shift, hazard.unobserved_better_shift)
         if better_probability == 0:
             # No shift to better traffic was ever missed.
             return ObservationCost(

@@ -127,8 +127,8 @@ class Planner:
         self._observation_pricer = ObservationPricer(
             arms, np.asarray(buckets, dtype=np.float64), settings
         )
-        self._feasible: NDArray[np.bool_] | None = None
-        self._possible: NDArray[np.bool_] | None = None
+        self._allowed_arms: NDArray[np.bool_] | None = None
+        self._runnable_arms: NDArray[np.bool_] | None = None
         self._bounds: RowBounds | None = None
         # In the present update: by row, the arm that is not chosen only because of a bound.
         self._excluded_arms: dict[int, int] = {}
@@ -164,7 +164,7 @@ class Planner:
         self.reasons = [Reason.EXPLOIT] * len(buckets)
         self._observation_pricer = ObservationPricer(self.arms, sizes, self._settings)
         self.observation_cost = None
-        self._feasible, self._possible = feasible, possible
+        self._allowed_arms, self._runnable_arms = feasible, possible
         self._bounds = RowBounds(self.arms, bounds) if bounds else None
 
     def observe(self, report: StepReport) -> None:
@@ -193,7 +193,7 @@ class Planner:
 
         discounts: [arms, buckets], factors on the values, see `value_uncertainty`.
         """
-        value = _mask_excluded(self._possible, values.tokens_per_second)
+        value = _mask_excluded(self._runnable_arms, values.tokens_per_second)
         if discounts is not None:
             value = value * discounts
         unpriced_value, is_within_bounds = value, self._arms_within_bounds(values, discounts)
@@ -211,11 +211,11 @@ class Planner:
                     self._is_off[:, None], value * (1 - self.observation_cost.loss_share), value
                 )
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
-        if self._feasible is not None:
+        if self._allowed_arms is not None:
             self._mark_overridden(
                 apply_bounds(value, unpriced_value, is_within_bounds).argmax(axis=0)
             )
-            value = _mask_excluded(self._feasible, value)
+            value = _mask_excluded(self._allowed_arms, value)
         if is_within_bounds is not None:
             value = self._apply_bounds(value, unpriced_value, is_within_bounds)
         best_arms: list[int] = value.argmax(axis=0).tolist()
@@ -258,9 +258,9 @@ class Planner:
         )
         plain_seconds = values.costs.seconds[self._is_off].min(axis=0)
         is_affordable: NDArray[np.bool_] = wake_up_seconds <= limits.wake_up_steps * plain_seconds
-        if self._feasible is not None:
+        if self._allowed_arms is not None:
             # Where gamma = 0 may not run, the loss against it is undefined.
-            is_affordable |= ~self._feasible[self._is_off].any(axis=0)
+            is_affordable |= ~self._allowed_arms[self._is_off].any(axis=0)
         return None if is_affordable.all() else is_affordable
 
     def _best_worthwhile_arm(
@@ -289,10 +289,10 @@ class Planner:
         return current_arm
 
     def _mark_overridden(self, unconstrained: Sequence[int] | NDArray[np.int64]) -> None:
-        assert self._feasible is not None
+        assert self._allowed_arms is not None
         for j, arm in enumerate(unconstrained):
-            is_possible = self._possible is None or self._possible[arm, j]
-            if is_possible and not self._feasible[arm, j]:
+            is_possible = self._runnable_arms is None or self._runnable_arms[arm, j]
+            if is_possible and not self._allowed_arms[arm, j]:
                 self.reasons[j] = Reason.OVERRIDE
 
     def _apply_choice(self, choice: list[int], values: Values) -> list[int]:
@@ -301,11 +301,11 @@ class Planner:
         Where that arm may not run, the best feasible arm is chosen.
         """
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
-        if self._feasible is not None:
+        if self._allowed_arms is not None:
             self._mark_overridden(choice)
-            best = _mask_excluded(self._feasible, values.tokens_per_second).argmax(axis=0)
+            best = _mask_excluded(self._allowed_arms, values.tokens_per_second).argmax(axis=0)
             choice = [
-                arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)
+                arm if self._allowed_arms[arm, j] else int(best[j]) for j, arm in enumerate(choice)
             ]
         if self._bounds is not None:
             choice = self._replace_out_of_bounds(choice, values)
@@ -327,30 +327,34 @@ class Planner:
         is_within_bounds = self._bounds.arms_within_bounds(
             tpot_seconds, self.choice, self._settings.switch_margin
         )
-        return is_within_bounds if self._possible is None else is_within_bounds & self._possible
+        return (
+            is_within_bounds
+            if self._runnable_arms is None
+            else is_within_bounds & self._runnable_arms
+        )
 
     def _probe_values(
-        self, value: NDArray[np.float64], is_within: NDArray[np.bool_] | None
+        self, value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_] | None
     ) -> NDArray[np.float64]:
-        if self._bounds is None or is_within is None:
+        if self._bounds is None or is_within_bounds is None:
             return value
-        return self._bounds.probe_values(value, is_within)
+        return self._bounds.probe_values(value, is_within_bounds)
 
     def _apply_bounds(
         self,
         value: NDArray[np.float64],
         unpriced_value: NDArray[np.float64],
-        is_within: NDArray[np.bool_],
+        is_within_bounds: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
         """Applies the bounds to the values, and records which choices they exclude.
 
         value: of feasible arms, almost 0 for others.  unpriced_value: of all arms, without the
         price of observing nothing.
         """
-        if self._feasible is not None:
-            is_within = is_within & self._feasible
-            unpriced_value = _mask_excluded(self._feasible, unpriced_value)
-        bounded_value = apply_bounds(value, unpriced_value, is_within)
+        if self._allowed_arms is not None:
+            is_within_bounds = is_within_bounds & self._allowed_arms
+            unpriced_value = _mask_excluded(self._allowed_arms, unpriced_value)
+        bounded_value = apply_bounds(value, unpriced_value, is_within_bounds)
         self._record_excluded(value.argmax(axis=0), bounded_value.argmax(axis=0))
         return bounded_value
 
@@ -360,14 +364,14 @@ class Planner:
         If no arm meets it, the one with the smallest time per token is chosen.
         """
         value, is_within_bounds = (
-            _mask_excluded(self._possible, values.tokens_per_second),
+            _mask_excluded(self._runnable_arms, values.tokens_per_second),
             self._arms_within_bounds(values),
         )
         assert is_within_bounds is not None
-        if self._feasible is not None:
+        if self._allowed_arms is not None:
             value, is_within_bounds = (
-                _mask_excluded(self._feasible, value),
-                is_within_bounds & self._feasible,
+                _mask_excluded(self._allowed_arms, value),
+                is_within_bounds & self._allowed_arms,
             )
         best_arms = apply_bounds(value, value, is_within_bounds).argmax(axis=0).tolist()
         bounded_choice = [
@@ -398,7 +402,7 @@ class Planner:
 
     def probe_candidates(self, values: Values, row: int) -> NDArray[np.bool_] | None:
         """Returns [arms], which may be probed in a row after an update; None: all."""
-        feasible = None if self._feasible is None else self._feasible[:, row]
+        feasible = None if self._allowed_arms is None else self._allowed_arms[:, row]
         if self._bounds is None or self.choice is None:
             return feasible
         probe_time_share = self._settings.probe_share

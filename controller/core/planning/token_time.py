@@ -37,21 +37,21 @@ class TokenTimeBound:
 
 
 def token_time_bounds(
-    ceiling_seconds: float, limits: Sequence[Limits]
+    tpot_max_seconds: float, limits: Sequence[Limits]
 ) -> tuple[TokenTimeBound | None, ...]:
     """Returns the bound of each row; an empty tuple if no row has one.
 
-    ceiling_seconds: of the setting, 0 = none.  limits: of each row.
+    tpot_max_seconds: of the setting, 0 = none.  limits: of each row.
     """
-    bounds = tuple(_strictest_bound(ceiling_seconds, limit) for limit in limits)
+    bounds = tuple(_strictest_bound(tpot_max_seconds, limit) for limit in limits)
     return bounds if any(bounds) else ()
 
 
-def _strictest_bound(ceiling_seconds: float, limits: Limits) -> TokenTimeBound | None:
+def _strictest_bound(tpot_max_seconds: float, limits: Limits) -> TokenTimeBound | None:
     override_seconds = limits.tpot_max_seconds
-    if override_seconds is not None and not 0 < ceiling_seconds <= override_seconds:
+    if override_seconds is not None and not 0 < tpot_max_seconds <= override_seconds:
         return TokenTimeBound(override_seconds, limits.tpot_by)
-    return TokenTimeBound(ceiling_seconds) if ceiling_seconds > 0 else None
+    return TokenTimeBound(tpot_max_seconds) if tpot_max_seconds > 0 else None
 
 
 class RowBounds:
@@ -89,16 +89,16 @@ class RowBounds:
         return is_within_bounds
 
     def probe_values(
-        self, value: NDArray[np.float64], is_within: NDArray[np.bool_]
+        self, value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Returns [arms, rows], the values by which probes from gamma = 0 are priced.
 
         Only arms that meet the bound are probed.  If no arm of a drafter meets it, its arms are
         priced as without a bound.
         """
-        values = apply_bounds(value, value, is_within)
+        values = apply_bounds(value, value, is_within_bounds)
         for drafting in self._drafting_by_drafter.values():
-            has_none = ~is_within[drafting].any(axis=0)
+            has_none = ~is_within_bounds[drafting].any(axis=0)
             values = np.where(drafting[:, None] & has_none, value, values)
         return values
 
@@ -146,14 +146,17 @@ class RowBounds:
 
 
 def apply_bounds(
-    value: NDArray[np.float64], fallback: NDArray[np.float64], is_within: NDArray[np.bool_] | None
+    value: NDArray[np.float64],
+    fallback: NDArray[np.float64],
+    is_within_bounds: NDArray[np.bool_] | None,
 ) -> NDArray[np.float64]:
     """Returns [arms, rows], values that are almost 0 where an arm exceeds the bound.
 
     In rows where no arm meets it: `fallback`, which is largest where the time per token is
-    smallest. is_within: [arms, rows], whether an arm meets its bound; None = there are no bounds.
+    smallest.  is_within_bounds: [arms, rows], whether an arm meets its bound; None = there are no
+    bounds.
     """
-    if is_within is None:
+    if is_within_bounds is None:
         return value
-    bounded = np.where(is_within, value, value * _VIOLATION_FACTOR)
-    return np.where(is_within.any(axis=0), bounded, fallback)
+    bounded = np.where(is_within_bounds, value, value * _VIOLATION_FACTOR)
+    return np.where(is_within_bounds.any(axis=0), bounded, fallback)

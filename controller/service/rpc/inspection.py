@@ -46,7 +46,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
 
     def __post_init__(self, fleet_view: FleetView) -> None:
         self._fleet_search = FleetSearch(fleet_view, self.read_queue)
-        self._started_at, self._started = time.time(), time.monotonic()
+        self._started_at, self._started_monotonic = time.time(), time.monotonic()
 
     async def ListEngines(
         self, request: service_pb2.ListEnginesRequest, context: Context
@@ -68,7 +68,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 version=controller.__version__,
                 started_at_unix_seconds=self._started_at,
                 now_unix_seconds=time.time(),
-                uptime_seconds=time.monotonic() - self._started,
+                uptime_seconds=time.monotonic() - self._started_monotonic,
                 services=self._health(),
             ),
         )

@@ -217,14 +217,21 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             return await store_messages.audit_page(records, limit)
 
     async def _override_effects(
-        self, override: Override, before: Sequence[Override], after: Sequence[Override]
+        self,
+        override: Override,
+        overrides_before: Sequence[Override],
+        overrides_after: Sequence[Override],
     ) -> list[policy_pb2.OverrideEffect]:
         """Returns its effects on this sidecar's engines in its scope, ordered by engine id."""
         effects = []
         for session in self.override_registry.sessions_in_scope(override.scope):
             tpot_max_seconds = session.core.settings.tpot_ceiling_seconds
-            effect = effect_on(session.spec, override, before, after, tpot_max_seconds)
-            rows = preview_plan(session.core, after) if effect.arms or effect.bound else ()
+            effect = effect_on(
+                session.spec, override, overrides_before, overrides_after, tpot_max_seconds
+            )
+            rows = (
+                preview_plan(session.core, overrides_after) if effect.arms or effect.bound else ()
+            )
             effects.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
             )

@@ -150,7 +150,7 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
     except InvalidReportError as error:
         session.reject(error)
         raise
-    plan = session.advance()
+    plan = session.make_due_plan()
     row = plan.row_for(report.batch_size)
     if row.probe is not None and session.unary_probes.take_step(row.probe):
         row = session.core.row_for_batch(report.batch_size)
@@ -246,7 +246,7 @@ class _SteerStream:
             if self._session.stream is not self:
                 raise NoSessionError("another stream of this session took over")
             if is_input_ended:
-                self._session.advance()
+                self._session.make_due_plan()
             elif self._session.is_plan_due and not self._is_decision_scheduled:
                 self._is_decision_scheduled = True
                 self._decision_scheduler.schedule(self._decide)
@@ -264,7 +264,7 @@ class _SteerStream:
         if self._session.has_ended or self._session.stream is not self:
             return
         try:
-            self._session.advance()
+            self._session.make_due_plan()
         except Exception as error:  # noqa: BLE001  # the writer raises it
             self._decision_error = error
         self._wake_event.set()
@@ -329,7 +329,9 @@ class _SteerStream:
                 for lost_capability in lost
                 if lost_capability.drafter not in self._session.unknown_drafters
             ]
-            self._session.record_losses(lost_capabilities_from_proto(known_lost_capabilities))
+            self._session.record_lost_capabilities(
+                lost_capabilities_from_proto(known_lost_capabilities)
+            )
         except InvalidLossError as error:
             self._refuse(0, error)
 

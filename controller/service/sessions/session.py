@@ -237,7 +237,7 @@ class EngineSession:
             self.measurement.add_report(report)
             self.wake_streams()
 
-    def record_losses(self, lost_capabilities: Iterable[LostCapability]) -> None:
+    def record_lost_capabilities(self, lost_capabilities: Iterable[LostCapability]) -> None:
         """Removes lost capabilities from planning.  Raises InvalidLossError."""
         newly_lost = self.core.record_lost_capabilities(lost_capabilities)
         if not newly_lost:
@@ -284,19 +284,19 @@ class EngineSession:
 
     @property
     def is_plan_due(self) -> bool:
-        """Returns whether `advance` would make a decision, which takes a while."""
+        """Returns whether `make_due_plan` would make a decision, which takes a while."""
         return self.core.is_plan_due(self._clock.now())
 
-    def advance(self) -> Plan:
+    def make_due_plan(self) -> Plan:
         """Makes a plan if one is due, and returns the newest plan."""
         self._observer.before_planning()
         began_unix_ns = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
-            self._adopt(plan, began_unix_ns)
+            self._adopt_plan(plan, began_unix_ns)
         return self.plan
 
-    def _adopt(self, plan: Plan, began_unix_ns: int) -> None:
+    def _adopt_plan(self, plan: Plan, began_unix_ns: int) -> None:
         previous_plan, self.plan, self._planned_at = self.plan, plan, self._clock.now()
         self.counters.plans[plan.reason] += 1
         if not _changes_engine(previous_plan, plan):
@@ -336,7 +336,7 @@ class EngineSession:
         """
         if lease_seconds:
             self._observer.before_planning()
-            self._adopt(self.core.make_last_plan(lease_seconds), time.time_ns())
+            self._adopt_plan(self.core.make_last_plan(lease_seconds), time.time_ns())
         self.is_shutting_down = True
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
@@ -371,7 +371,7 @@ class EngineSession:
         finally:
             self.measurement = None
             self._observer.before_planning()
-            self._adopt(self.core.force_arm(None), time.time_ns())
+            self._adopt_plan(self.core.force_arm(None), time.time_ns())
             self.wake_streams()
 
     def force_arm(self, measurement: ForcedMeasurement, arm: Arm) -> None:
@@ -382,7 +382,7 @@ class EngineSession:
             plan = self.core.force_arm(arm)
         except UnknownArmError as error:
             raise InvalidMeasurementError(str(error), field_path=error.field_path) from error
-        self._adopt(plan, began_unix_ns)
+        self._adopt_plan(plan, began_unix_ns)
         measurement.forced_epoch, measurement.arm = plan.epoch, arm
         self.wake_streams()
 

@@ -116,19 +116,19 @@ class FleetEstimates:
             for drafter in session.spec.drafters
         }
         estimates = await tasks.run_to_completion(asyncio.to_thread(_pool_stored, stored))
-        return partial(_warm_start_sessions, estimates, began) if estimates.sources else None
+        return partial(_warm_start_sessions, estimates, began) if estimates.source_count else None
 
 
 @dataclass(frozen=True, slots=True)
 class _PooledEstimates:
     """Holds pooled estimates of the same drafters, by group and for all groups together.
 
-    sources: number of engines.  youngest_seconds: the age in seconds of the newest estimate.
+    source_count: number of engines.  youngest_seconds: the age in seconds of the newest estimate.
     """
 
     by_group: Mapping[str, Sequence[AcceptanceSnapshot]]
     all_groups: Sequence[AcceptanceSnapshot]
-    sources: int
+    source_count: int
     youngest_seconds: float
 
 
@@ -169,7 +169,7 @@ def _warm_start_sessions(
     began: the start of the search, on the monotonic clock.
     """
     source_text = (
-        f"{estimates.sources} engines' estimates, the youngest "
+        f"{estimates.source_count} engines' estimates, the youngest "
         f"{estimates.youngest_seconds / 60:.0f} minutes old"
     )
     for session in sessions:
@@ -179,7 +179,7 @@ def _warm_start_sessions(
             _log.info(
                 "estimates_found",
                 engine=session.engine_id,
-                sources=estimates.sources,
+                sources=estimates.source_count,
                 youngest_seconds=round(estimates.youngest_seconds),
                 waited_seconds=round(time.monotonic() - began, 3),
             )

@@ -201,10 +201,10 @@ class FleetProfiles:
         async with self._read_queue.turn():
             return await self._read(identity, partial(_merged_text, profile_id=profile_id))
 
-    async def _read(self, identity: str, make: Callable[[str, Sequence[str]], T]) -> T:
+    async def _read(self, identity: str, process: Callable[[str, Sequence[str]], T]) -> T:
         """Processes the stored texts of an identity in a thread."""
         texts = [item.text for item in await self.blobs.items(PROFILES, identity)]
-        return await tasks.run_to_completion(asyncio.to_thread(make, identity, texts))
+        return await tasks.run_to_completion(asyncio.to_thread(process, identity, texts))
 
 
 def _read_profiles(identity: str, texts: Sequence[str]) -> list[Profile]:

@@ -76,14 +76,14 @@ class OverrideOutcome(Enum):
 class OverrideRegistry:
     """Keeps the overrides in force; there is one registry per sidecar."""
 
-    def __init__(self, store: Store, registry: SessionRegistry) -> None:
+    def __init__(self, store: Store, session_registry: SessionRegistry) -> None:
         self._store = store
-        self._registry = registry
+        self._session_registry = session_registry
         self._active_by_id: dict[str, ActiveOverride] = {}
         self.policy = Policy()
         self._policy_overrides: dict[str, ActiveOverride] = {}
         # Entries of the store that cannot be in force here: etag and reason, by id.
-        self._unusable: dict[str, tuple[str, str]] = {}
+        self._unusable_entries: dict[str, tuple[str, str]] = {}
         self._refresh_needed = asyncio.Event()
         self._watchers = OverrideWatchers()
 
@@ -100,7 +100,7 @@ class OverrideRegistry:
     @property
     def health(self) -> Health:
         """Returns the state of the store, with the entries that cannot be in force here."""
-        health, unusable = self._store.health, self._unusable
+        health, unusable = self._store.health, self._unusable_entries
         # Other processes may have written the ids, and the texts that the reasons quote.
         reasons = {
             _printable(name): _printable(unusable[name][1])
@@ -114,7 +114,7 @@ class OverrideRegistry:
 
     def is_unusable(self, override_id: str) -> bool:
         """Returns whether the store has an entry with that id that cannot be in force here."""
-        return override_id in self._unusable or self._is_unreadable(override_id)
+        return override_id in self._unusable_entries or self._is_unreadable(override_id)
 
     def _is_unreadable(self, override_id: str) -> bool:
         # A name with a backslash is the escaped form of an unprintable id, not an id.
@@ -233,7 +233,7 @@ class OverrideRegistry:
             origin=actor.origin,
         )  # fmt: skip
         self._deactivate(override_id)
-        if self._unusable:
+        if self._unusable_entries:
             await self.refresh()  # another one may fit now
         await self._push_to_sessions()
 
@@ -253,12 +253,12 @@ class OverrideRegistry:
 
     def sessions_in_scope(self, scope: Scope) -> list[EngineSession]:
         """Returns the sessions of this sidecar's engines in a scope, ordered by engine id."""
-        sessions = (session for session in self._registry if scope.covers(session.spec))
+        sessions = (session for session in self._session_registry if scope.covers(session.spec))
         return sorted(sessions, key=lambda session: session.engine_id)
 
     def known_engines(self) -> list[EngineSession]:
         """Returns the sessions of all engines of this sidecar, ordered by engine id."""
-        return sorted(self._registry, key=lambda session: session.engine_id)
+        return sorted(self._session_registry, key=lambda session: session.engine_id)
 
     def active_with(self, override: Override) -> tuple[Override, ...]:
         """Returns the overrides that would be in force with an additional, newest one."""
@@ -313,7 +313,7 @@ class OverrideRegistry:
         if new_reasons := {
             override_id: etag_and_reason
             for override_id, etag_and_reason in unusable_entries.items()
-            if self._unusable.get(override_id) != etag_and_reason
+            if self._unusable_entries.get(override_id) != etag_and_reason
         }:
             _log.error(
                 "overrides_not_in_force", count=len(unusable_entries),
@@ -322,7 +322,7 @@ class OverrideRegistry:
                     for override_id in sorted(new_reasons)[:_NAMED_MAX]
                 },
             )  # fmt: skip
-        self._unusable = unusable_entries
+        self._unusable_entries = unusable_entries
 
     async def _apply_entry(self, entry: Entry, override: Override) -> ActiveOverride:
         """Puts a written entry into force."""
@@ -337,7 +337,7 @@ class OverrideRegistry:
         active = self._active_by_id.get(entry.override_id)
         if active is not None and active.etag == entry.etag:
             return ""
-        etag, reason = self._unusable.get(entry.override_id, ("", ""))
+        etag, reason = self._unusable_entries.get(entry.override_id, ("", ""))
         if etag == entry.etag and reason not in {"", _OVER_LIMIT_REASON}:
             return reason
         try:
@@ -378,7 +378,7 @@ class OverrideRegistry:
             self._deactivate(name)
         if expired_ids:
             overrides = self.active()
-            for session in self._registry:
+            for session in self._session_registry:
                 self._push_to_session(session, overrides)
 
     def _deactivate(self, override_id: str) -> None:
@@ -388,7 +388,7 @@ class OverrideRegistry:
 
     async def _push_to_sessions(self) -> None:
         """Applies the overrides to every engine, and yields to the event loop between engines."""
-        for session in self._registry:
+        for session in self._session_registry:
             if not session.has_ended:
                 # The overrides may have changed since the previous engine.
                 self._push_to_session(session, self.active())
@@ -401,7 +401,7 @@ class OverrideRegistry:
                 overrides=[o.override_id for o in session.core.overrides],
             )  # fmt: skip
             # At once, because there may be no open stream that would do it.
-            session.advance()
+            session.make_due_plan()
             session.wake_streams()
 
     async def run(self) -> None:

@@ -284,7 +284,7 @@ class _SummaryParser:
     """Parses the summaries of other sidecars in slices, for a thread."""
 
     def __init__(self, stored: Summaries, own_source: str) -> None:
-        self._texts = [
+        self._unparsed_summaries = [
             summary for summary in reversed(stored.summaries) if summary.source != own_source
         ]
         self._engines: list[FleetEngine] = []
@@ -293,13 +293,13 @@ class _SummaryParser:
     @property
     def is_done(self) -> bool:
         """Returns whether every summary has been parsed."""
-        return not self._texts
+        return not self._unparsed_summaries
 
     def parse_some(self) -> None:
         """Parses summaries for some milliseconds, and at least one."""
         deadline = time.monotonic() + _SLICE_SECONDS
-        while self._texts:
-            self._parse(self._texts.pop())
+        while self._unparsed_summaries:
+            self._parse(self._unparsed_summaries.pop())
             if time.monotonic() >= deadline:
                 return
 

@@ -48,10 +48,10 @@ def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
     return reason
 
 
-def attention_dp_check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
+def attention_dp_check(args: ServerArgs, settings: PluginSettings, *, has_dflash: bool) -> Check:
     """Checks whether an engine with data-parallel attention can be steered.
 
-    has_block: the engine has a DFlash drafter.
+    has_dflash: the engine has a DFlash drafter.
     """
     from sglang.srt.environ import envs
 
@@ -62,7 +62,7 @@ def attention_dp_check(args: ServerArgs, settings: PluginSettings, *, has_block:
     if not _version_api.STEERS_ATTENTION_DP:
         return Check(topic, "on", f"SGLang {versions.TESTED[-1]} is needed", lead)
     obstacles = {
-        "a DFlash drafter is untested with it": has_block,
+        "a DFlash drafter is untested with it": has_dflash,
         "SPECULATION_ONLINE_UPDATES is untested with it": settings.online_updates,
         "SPECULATION_SIGNALS_FOLDER is untested with it": settings.signals_folder != "",
         "SPECULATION_LOOKUP would have an idle rank draft where the others look up": (

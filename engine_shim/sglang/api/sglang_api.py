@@ -261,7 +261,7 @@ def is_dflash_only(config: Any) -> bool:
 
 def dflash_only_drafter(draft: Any) -> Any | None:
     """Returns the `DFlashDrafter` of a draft worker that has no other drafter, else None."""
-    return getattr(draft, "block", None)
+    return getattr(draft, "dflash_drafter", None)
 
 
 def config_leaf(name: str) -> Any:

@@ -53,26 +53,26 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
         config = draft_config(server_args, path, revision)
         fallback = "from now on nothing that is drafted is accepted"
-        self.block = DFlashDrafter(config, path, revision, self, fallback)
+        self.dflash_drafter = DFlashDrafter(config, path, revision, self, fallback)
         requested_tokens = server_args.speculative_num_draft_tokens
-        reason = block_size_mismatch_reason(requested_tokens, self.block.block_size)
+        reason = block_size_mismatch_reason(requested_tokens, self.dflash_drafter.block_size)
         if reason:
             raise UnsupportedEngineError(reason)
-        self.block.copy_layout_to(self)
+        self.dflash_drafter.copy_layout_to(self)
         self.tree_mask_mode = default_tree_mask_mode()
 
     @property
     def draft_runner(self) -> Any:
         """The `ModelRunner` of the drafter."""
-        return self.block.runner
+        return self.dflash_drafter.runner
 
     def alloc_memory_pool(self, **arguments: Any) -> None:
         """Allocates the memory pool of the drafter."""
-        self.block.build_part("alloc_memory_pool", **arguments)
+        self.dflash_drafter.build_part("alloc_memory_pool", **arguments)
 
     def init_attention_backends(self) -> None:
         """Builds the attention backends of the drafter."""
-        self.block.build_part("init_attention_backends")
+        self.dflash_drafter.build_part("init_attention_backends")
         self.init_attention_backend()
 
     def init_attention_backend(self) -> None:
@@ -82,18 +82,18 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def init_cuda_graphs(self) -> None:
         """Captures the graphs of the drafter."""
-        self.block.capture_graphs(required=True)
+        self.dflash_drafter.capture_graphs(required=True)
 
     def _capture_cuda_graphs(self) -> None:
         """Captures nothing for a draft length, because the block has its own graphs."""
 
     def draft(self, batch: Any, **_: Any) -> Any:
         """Returns the inputs of a verification of gamma + 1 tokens for each request."""
-        block = self.block.attempt(lambda: self.block.draft(batch))
+        block = self.dflash_drafter.attempt(lambda: self.dflash_drafter.draft(batch))
         if block is None:
-            size = batch.seq_lens.shape[0], self.block.block_size
+            size = batch.seq_lens.shape[0], self.dflash_drafter.block_size
             block = torch.zeros(size, dtype=torch.int64, device=self.device)
-        return self.block.chain(self, batch, block)
+        return self.dflash_drafter.chain(self, batch, block)
 
     def draft_extend(self) -> None:
         """Implements a method that is abstract in SGLang and never called."""
@@ -103,7 +103,9 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         mm_input_embeds: Any = None, kv_loc_plan: Any = None,
     ) -> Any:  # fmt: skip
         if not batch.forward_mode.is_idle():
-            self.block.attempt(lambda: self.block.read_prompt(batch, hidden, kv_loc_plan))
+            self.dflash_drafter.attempt(
+                lambda: self.dflash_drafter.read_prompt(batch, hidden, kv_loc_plan)
+            )
         draft_input = EagleDraftInput(
             bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
         )
@@ -112,12 +114,14 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def _draft_extend_for_decode(self, batch: Any, result: Any, *, kv_loc_plan: Any = None) -> None:
         hidden = result.logits_output.hidden_states
-        self.block.attempt(lambda: self.block.read_step(batch, result, hidden, kv_loc_plan))
+        self.dflash_drafter.attempt(
+            lambda: self.dflash_drafter.read_step(batch, result, hidden, kv_loc_plan)
+        )
         self._fill_draft_input(result.next_draft_input, batch.seq_lens.shape[0])
 
     def catch_up(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Reads positions that were slept through."""
-        self.block.attempt(lambda: self.block.read(hidden, slots, positions))
+        self.dflash_drafter.attempt(lambda: self.dflash_drafter.read(hidden, slots, positions))
 
     def _fill_draft_input(self, draft_input: Any, size: int) -> None:
         """Fills in placeholders for an EAGLE head's outputs; a block needs only the cache."""

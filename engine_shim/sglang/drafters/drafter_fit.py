@@ -372,7 +372,7 @@ def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, .
 
 
 def _check_drafter(
-    args: ServerArgs, target: ModelConfig, topic: str, path: str | None, revision: str | None,
+    args: ServerArgs, target: ModelConfig, check_name: str, path: str | None, revision: str | None,
     algorithm: str,
 ) -> Check:  # fmt: skip
     """Reads a drafter's configuration like SGLang's start, and compares it with the target's."""
@@ -392,13 +392,13 @@ def _check_drafter(
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, or lower --context-length "
                 f"({message})"
             )
-            return Check(topic, checkpoint, obstacle)
+            return Check(check_name, checkpoint, obstacle)
         # SGLang reads it in the same way and would end with the same error.
-        return Check(topic, checkpoint, _unreadable_text(error))
+        return Check(check_name, checkpoint, _unreadable_text(error))
     try:
-        return fit_check(topic, DrafterPair(draft, target, algorithm))
+        return fit_check(check_name, DrafterPair(draft, target, algorithm))
     except Exception as error:  # noqa: BLE001 - as above
-        return Check(topic, checkpoint, _unreadable_text(error), engine_starts=True)
+        return Check(check_name, checkpoint, _unreadable_text(error), engine_starts=True)
 
 
 def _unreadable_text(error: Exception) -> str:

@@ -35,7 +35,7 @@ class DualDrafter:
         self.model_path, self.revision = model_path, revision
         self._gammas, self._required = gammas, required
         self._capture = SharedCapture(model_path, revision or None)
-        self._block: DFlashDrafter | None = None
+        self._dflash_drafter: DFlashDrafter | None = None
 
     def register(self) -> None:
         """Registers everything with SGLang, before the engine's workers are built."""
@@ -52,22 +52,24 @@ class DualDrafter:
         self._extend_properties()
 
     @property
-    def block(self) -> DFlashDrafter:
+    def dflash_drafter(self) -> DFlashDrafter:
         """Returns the DFlash drafter; only after the draft worker was built."""
-        assert self._block is not None
-        return self._block
+        assert self._dflash_drafter is not None
+        return self._dflash_drafter
 
     @property
     def gammas(self) -> tuple[int, ...]:
         """Returns the draft lengths above 0 that its block can fill."""
-        return tuple(g for g in block_draft_lengths(self._gammas, self.block.block_size) if g)
+        return tuple(
+            g for g in block_draft_lengths(self._gammas, self.dflash_drafter.block_size) if g
+        )
 
     def around_construct(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
     ) -> None:
         """Wraps the constructor of `EagleDraftWorker`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
-        self._block = DFlashDrafter(
+        self._dflash_drafter = DFlashDrafter(
             self._capture.block_config,
             self.model_path,
             self.revision or None,
@@ -80,12 +82,12 @@ class DualDrafter:
     ) -> None:
         """Wraps a method of `EagleDraftWorker` that builds something, `part` by name."""
         original(draft, *arguments, **named)
-        self.block.build_part(part, *arguments, **named)
+        self.dflash_drafter.build_part(part, *arguments, **named)
 
     def around_capture(self, original: Callable[..., None], draft: Any) -> None:
         """Captures the graphs of both drafters (wraps `EagleDraftWorker.init_cuda_graphs`)."""
         original(draft)
-        self.block.capture_graphs(required=self._required)
+        self.dflash_drafter.capture_graphs(required=self._required)
 
     def around_prefill(
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
@@ -95,14 +97,18 @@ class DualDrafter:
         own_hidden, block_hidden = self._capture.split(hidden)
         if not batch.forward_mode.is_idle():
             slots = named.get("kv_loc_plan")
-            self.block.attempt(lambda: self.block.read_prompt(batch, block_hidden, slots))
+            self.dflash_drafter.attempt(
+                lambda: self.dflash_drafter.read_prompt(batch, block_hidden, slots)
+            )
         return original(draft, batch, own_hidden, *arguments, **named)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """Drafts instead of `EagleDraftWorker.draft`; None if the other drafter must draft."""
         if not fits_draft_worker(draft, batch):
             return None
-        return self.block.attempt(lambda: self.block.chain(draft, batch, self.block.draft(batch)))
+        return self.dflash_drafter.attempt(
+            lambda: self.dflash_drafter.chain(draft, batch, self.dflash_drafter.draft(batch))
+        )
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the columns of `hidden` for the other drafter, and those for this one."""
@@ -112,14 +118,18 @@ class DualDrafter:
         """Reads what a step accepted; leaves only the other drafter's columns in `result`."""
         output = result.logits_output
         output.hidden_states, block_hidden = self._capture.split(output.hidden_states)
-        self.block.attempt(lambda: self.block.read_step(batch, result, block_hidden, kv_loc_plan))
+        self.dflash_drafter.attempt(
+            lambda: self.dflash_drafter.read_step(batch, result, block_hidden, kv_loc_plan)
+        )
 
     def catch_up(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Reads positions that were slept through; returns the other drafter's columns."""
         own_hidden, block_hidden = self._capture.split(hidden)
-        self.block.attempt(lambda: self.block.read(block_hidden, slots, positions))
+        self.dflash_drafter.attempt(
+            lambda: self.dflash_drafter.read(block_hidden, slots, positions)
+        )
         return own_hidden
 
     def _extend_properties(self) -> None:
@@ -130,10 +140,14 @@ class DualDrafter:
 
         def draft_runners(draft: Any) -> list[Any]:
             all_runners = list(runners(draft))
-            return all_runners if self._block is None else [*all_runners, self._block.runner]
+            return (
+                all_runners
+                if self._dflash_drafter is None
+                else [*all_runners, self._dflash_drafter.runner]
+            )
 
         def spec_v2_attn_backends(worker: Any) -> tuple[Any, ...]:
-            return (*backends(worker), self.block.runner.attn_backend)
+            return (*backends(worker), self.dflash_drafter.runner.attn_backend)
 
         def weight_update_runners(worker: Any) -> list[tuple[str, Any]]:
             # "draft" names the engine's own drafter, whose weights do not fit a DFlash drafter.

@@ -29,7 +29,7 @@ class DeviceRule(NamedTuple):
     """A rule on the device; free_expected has one entry for each match length from 0 on."""
 
     main_expected: float
-    free_expected: torch.Tensor
+    lookup_expected: torch.Tensor
     ratio_weight: float
 
 
@@ -37,7 +37,7 @@ class RowProposals(NamedTuple):
     """Holds what was proposed for the B rows of a step.
 
     rows: [B], rows of the request pool.  main: [B, gamma], proposals of the main drafter, None if
-    it has not drafted.  free: proposals of the lookup.  prefers_lookup: [B], whether the rule
+    it has not drafted.  lookup: proposals of the lookup.  prefers_lookup: [B], whether the rule
     prefers the lookup, None without a rule.  is_mixed: whether the step follows the rule.
     is_verified: whether the step verifies one of the proposals; at gamma 0 they are only compared.
     """
@@ -45,7 +45,7 @@ class RowProposals(NamedTuple):
     rows: torch.Tensor
     gamma: int
     main: torch.Tensor | None
-    free: Proposal
+    lookup: Proposal
     prefers_lookup: torch.Tensor | None
     rule: DeviceRule | None
     is_mixed: bool
@@ -91,21 +91,21 @@ class RowChoice:
         return DeviceRule(entry.main_expected, expected, entry.ratio_weight)
 
     def choose(
-        self, rows: torch.Tensor, main: torch.Tensor, free: Proposal, rule: DeviceRule | None, *,
+        self, rows: torch.Tensor, main: torch.Tensor, lookup: Proposal, rule: DeviceRule | None, *,
         is_mixed: bool,
     ) -> tuple[torch.Tensor, RowProposals]:  # fmt: skip
         """Returns the tokens [B, gamma] to verify, and what was proposed."""
         gamma, prefers_lookup = main.shape[1], None
         if rule is not None:
             ratios = self._ratios.index_select(0, rows)
-            lookup_expected = ratios[:, _LOOKUP_COLUMN] * rule.free_expected[free.match_length]
+            lookup_expected = ratios[:, _LOOKUP_COLUMN] * rule.lookup_expected[lookup.match_length]
             prefers_lookup = lookup_expected > ratios[:, _MAIN_COLUMN] * rule.main_expected
         proposals = RowProposals(
-            rows, gamma, main, free, prefers_lookup, rule, is_mixed and prefers_lookup is not None
+            rows, gamma, main, lookup, prefers_lookup, rule, is_mixed and prefers_lookup is not None
         )
         if prefers_lookup is None or not is_mixed:
             return main, proposals
-        return torch.where(prefers_lookup[:, None], free.tokens, main), proposals
+        return torch.where(prefers_lookup[:, None], lookup.tokens, main), proposals
 
     def observe(
         self, proposals: RowProposals, verified: torch.Tensor, known_counts: torch.Tensor
@@ -117,7 +117,7 @@ class RowChoice:
         (-1: no rule), the length of its match, the leading tokens of the main drafter's proposal
         (-1: no proposal) and of the lookup's that agree with the answer, and the accepted drafts.
         """
-        main, lookup = proposals.main, proposals.free
+        main, lookup = proposals.main, proposals.lookup
         known_counts = known_counts.to(torch.int64)
         accepted = known_counts - 1
         lookup_accepted = _agreeing_tokens(lookup.tokens, verified, known_counts)
@@ -146,12 +146,12 @@ class RowChoice:
         self, proposals: RowProposals, rule: DeviceRule, main_accepted: torch.Tensor,
         lookup_accepted: torch.Tensor, known_counts: torch.Tensor,
     ) -> None:  # fmt: skip
-        rows, gamma, match = proposals.rows, proposals.gamma, proposals.free.match_length
+        rows, gamma, match = proposals.rows, proposals.gamma, proposals.lookup.match_length
         ratios = self._ratios.index_select(0, rows)
         expected = torch.stack(
             (
                 torch.full_like(ratios[:, 0], max(rule.main_expected, _MIN_EXPECTED_TOKENS)),
-                rule.free_expected[match].clamp(min=_MIN_EXPECTED_TOKENS),
+                rule.lookup_expected[match].clamp(min=_MIN_EXPECTED_TOKENS),
             ),
             dim=1,
         )

@@ -103,10 +103,10 @@ class RowDrafting(OptionalPart):
         """Reads the prompts of a prefill."""
         self._choice.reset_rows(self._history.read_prompt(batch.reqs))
 
-    def before_decode(self, batch: Any, unread_tokens: int) -> None:
+    def before_decode(self, batch: Any, unknown_tokens: int) -> None:
         """Prepares for a decode step.
 
-        unread_tokens: the most tokens that the previous step has added to a request, if the
+        unknown_tokens: the most tokens that the previous step has added to a request, if the
         scheduler has not read them back.
         """
         self._row_proposals = None
@@ -114,7 +114,7 @@ class RowDrafting(OptionalPart):
         if batch.seq_lens_cpu is not None:
             self._newest_bounds = batch.seq_lens_cpu.tolist()
         else:
-            self._newest_bounds = [r.kv.kv_committed_len + unread_tokens for r in batch.reqs]
+            self._newest_bounds = [r.kv.kv_committed_len + unknown_tokens for r in batch.reqs]
 
     def compare_first_tokens(self, batch: Any, draft: Any) -> None:
         """Compares, in a step at gamma 0, the first token that each drafter would propose.

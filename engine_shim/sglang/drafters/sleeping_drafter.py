@@ -103,16 +103,16 @@ class SleepingDrafter:
         newest = self._backlog.newest
         return newest is not None and newest.counts is None and not newest.is_read
 
-    def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int = 0) -> None:
+    def before_step(self, batch: Any, *, asleep: bool, unknown_tokens: int = 0) -> None:
         """Must be called when a decode step begins, before drafting.
 
-        unread_tokens: the most tokens that the previous step has added to a request, if the
+        unknown_tokens: the most tokens that the previous step has added to a request, if the
         scheduler has not read them back; 0 if it has.
         """
         if not asleep and not self.is_behind:
             return
         self._count_newest(batch)
-        self._context_lengths = self._read_context_lengths(batch, unread_tokens)
+        self._context_lengths = self._read_context_lengths(batch, unknown_tokens)
         if not self.is_behind:
             return
         if self._backlog.is_full_for(len(batch.reqs)) if asleep else not self.must_wait_one_step:
@@ -165,7 +165,7 @@ class SleepingDrafter:
             for rid, known_start in known_starts
         ]
 
-    def _read_context_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
+    def _read_context_lengths(self, batch: Any, unknown_tokens: int) -> tuple[list[int], int]:
         """Returns each request's context length and by how much it may be larger, without waiting.
 
         If SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from the
@@ -174,7 +174,7 @@ class SleepingDrafter:
         if batch.seq_lens_cpu is not None:
             return batch.seq_lens_cpu.tolist(), 0
         committed = [request.kv.kv_committed_len for request in batch.reqs]
-        if not unread_tokens:
+        if not unknown_tokens:
             return committed, 0
         newest = self._backlog.newest
         if newest is not None and newest.counts is not None:
@@ -182,7 +182,7 @@ class SleepingDrafter:
             ids = frozenset(newest.request_ids)
             previous_lengths = zip(batch.reqs, committed, strict=True)
             return [length + (request.rid in ids) for request, length in previous_lengths], 0
-        return committed, unread_tokens
+        return committed, unknown_tokens
 
     def _catch_up(self, batch: Any) -> None:
         counted_steps = self._backlog.take_counted()

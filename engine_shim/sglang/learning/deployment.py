@@ -73,7 +73,7 @@ class Deployment:
     """
 
     def __init__(
-        self, signals_folder: Path, drafter: LiveDrafter, orders: RankCommands | None = None
+        self, signals_folder: Path, drafter: LiveDrafter, rank_commands: RankCommands | None = None
     ) -> None:
         """Stores the drafter as the base version, on rank 0.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
@@ -95,9 +95,9 @@ class Deployment:
         self._retry_at = self._ask_peers_at = 0.0
         self._is_stopped = self._has_changed = False
         self._error: Exception | None = None
-        self._orders = orders or RankCommands()
-        self._orders.register(RankCommandKind.READ, self._start_reading)
-        self._orders.register(RankCommandKind.SERVE, self._serve_version)
+        self._rank_commands = rank_commands or RankCommands()
+        self._rank_commands.register(RankCommandKind.READ, self._start_reading)
+        self._rank_commands.register(RankCommandKind.SERVE, self._serve_version)
 
     def before_step(self, planned_version: int | None) -> bool:
         """Runs on rank 0 when a decode step begins.
@@ -111,7 +111,7 @@ class Deployment:
             raise error
         if self._is_stopped or planned_version is None:
             self._read_task = None
-        elif not self._orders.has_pending:
+        elif not self._rank_commands.has_pending:
             self._pursue_version(planned_version)
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
@@ -164,12 +164,12 @@ class Deployment:
             # The plan is older than the version that was learnt from this one.
             return
         elif not planned_version:
-            self._orders.propose(RankCommandKind.SERVE, 0)
+            self._rank_commands.propose(RankCommandKind.SERVE, 0)
         elif read_task is None or read_task.version != planned_version:
             if monotonic() >= self._retry_at or self._failed_other_version(planned_version):
-                self._orders.propose(RankCommandKind.READ, planned_version)
+                self._rank_commands.propose(RankCommandKind.READ, planned_version)
         elif read_task.is_done and monotonic() >= self._ask_peers_at:
-            self._orders.propose(RankCommandKind.SERVE, planned_version)
+            self._rank_commands.propose(RankCommandKind.SERVE, planned_version)
 
     def _start_reading(self, version: int) -> None:
         """Starts reading a version, on every rank."""

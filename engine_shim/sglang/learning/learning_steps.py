@@ -44,16 +44,16 @@ _REFUSAL_LEAD: Final = "SPECULATION_ONLINE_UPDATES is set, but the drafter canno
 class LearningSteps:
     """Connects the learning of one drafter to the engine's steps.
 
-    learner_index: index of the drafter that learns.  online, follower: its online updates, on rank
-    0 and on the other ranks.  split_features: divides the target's hidden states between two
+    learner_index: index of the drafter that learns.  online, rank_weights: its online updates, on
+    rank 0 and on the other ranks.  split_features: divides the target's hidden states between two
     drafters, if there are two.  Parts that the engine does not have are None.
     """
 
-    ranks: RankPlanSync
-    losses: LostCapabilityReporter
+    plan_sync: RankPlanSync
+    lost_capabilities: LostCapabilityReporter
     learner_index: int
     online: OnlineUpdates | None = None
-    follower: OnlineWeights | None = None
+    rank_weights: OnlineWeights | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
     split_features: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -66,15 +66,17 @@ class LearningSteps:
         if deployment is None:
             return status
         try:
-            is_replaced = deployment.before_step(self.ranks.draft_version())
+            is_replaced = deployment.before_step(self.plan_sync.draft_version())
             if self.online is not None:
-                collecting = self.ranks.collects_signals()
+                collecting = self.plan_sync.collects_signals()
                 deployment.store_learnt(self.online, collecting=collecting, is_replaced=is_replaced)
         except Exception as error:  # noqa: BLE001 - out of memory, say: current weights serve
             is_replaced = False
             deployment.stop(error_reason(error))
             _log.exception("versions of the drafter are no longer put into service")
-            self.losses.mark_lost(engine_pb2.CAPABILITY_TAKE_VERSIONS, error_reason(error))
+            self.lost_capabilities.mark_lost(
+                engine_pb2.CAPABILITY_TAKE_VERSIONS, error_reason(error)
+            )
         return status._replace(
             reset=status.reset or is_replaced,
             version=deployment.counters.version,
@@ -88,15 +90,15 @@ class LearningSteps:
         """
         request_ids = [request.rid for request in batch.reqs]
         self._run_online(lambda online: online.before_prefill(request_ids))
-        if self.follower is not None:
-            self.follower.start_prefill(request_ids)
+        if self.rank_weights is not None:
+            self.rank_weights.start_prefill(request_ids)
         # The drafter's part of the prefill replaces `input_ids`.
         tokens: torch.Tensor | None = None if self.collector is None else batch.input_ids
         return tokens
 
     def after_prefill(self, batch: Any, tokens: torch.Tensor | None, result: Any) -> None:
         """Keeps the ends of the prompts while signals are collected."""
-        if tokens is not None and self.ranks.collects_signals():
+        if tokens is not None and self.plan_sync.collects_signals():
             prompt = verified_step.make_prompt_pass(batch, tokens, self._features(result))
             self._run_collector(lambda collector: collector.after_prefill(prompt))
 
@@ -114,11 +116,11 @@ class LearningSteps:
         assert features is not None
         verification = verified_step.Verification(batch, result, features, by_learner, undrafted)
         self._run_online(
-            lambda online: online.after_verify(verification, self.ranks.update_stride())
+            lambda online: online.after_verify(verification, self.plan_sync.update_stride())
         )
         self._run_collector(
             lambda collector: collector.after_verify(
-                verification, collecting=self.ranks.collects_signals()
+                verification, collecting=self.plan_sync.collects_signals()
             )
         )
 
@@ -129,7 +131,7 @@ class LearningSteps:
             self._run_collector(lambda collector: collector.stop(reason))
         if self.deployment is not None:
             self.deployment.stop(reason)
-            self.losses.mark_lost(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason)
+            self.lost_capabilities.mark_lost(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason)
 
     def status(self) -> dict[str, Any]:
         """Returns the counters of each part, as plain values."""
@@ -157,7 +159,7 @@ class LearningSteps:
             _log.exception("an online update of the drafter failed")
             online.close(error_reason(error))
         if online.end_reason:
-            self.losses.mark_lost(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.end_reason)
+            self.lost_capabilities.mark_lost(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.end_reason)
 
     def _run_collector(self, part: Callable[[SignalCollector], None]) -> None:
         """Runs one part of the collection of training signals; an error switches it off."""
@@ -169,7 +171,9 @@ class LearningSteps:
             _log.exception("training signals are no longer collected")
             self.collector.stop(error_reason(error))
         if self.collector.end_reason:
-            self.losses.mark_lost(engine_pb2.CAPABILITY_COLLECT, self.collector.end_reason)
+            self.lost_capabilities.mark_lost(
+                engine_pb2.CAPABILITY_COLLECT, self.collector.end_reason
+            )
 
 
 def unsupported_device_reason(device: str, *, has_other_ranks: bool) -> str:
@@ -191,14 +195,14 @@ def unsupported_device_reason(device: str, *, has_other_ranks: bool) -> str:
 def make_online_updates(
     worker: Any,
     device: str,
-    ranks: Peers,
+    peers: Peers,
     settings: PluginSettings,
-    orders: RankCommands,
+    rank_commands: RankCommands,
     second_drafter: Any = None,
 ) -> OnlineUpdates | OnlineWeights:
     """Makes the online updates of this `EAGLEWorkerV2`; on ranks other than 0 only its weights.
 
-    device: on which it runs.  ranks: that share the drafter.  orders: of this rank.
+    device: on which it runs.  peers: that share the drafter.  rank_commands: of this rank.
     second_drafter: the `DFlashDrafter` beside the engine's own, if that learns.  Raises
     UnsupportedEngineError, and UnsupportedDrafterError for a drafter that has no student.
     """
@@ -206,12 +210,12 @@ def make_online_updates(
     from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.student import live_drafter
 
-    reason = unsupported_device_reason(device, has_other_ranks=ranks.has_other_ranks)
+    reason = unsupported_device_reason(device, has_other_ranks=peers.has_other_ranks)
     if reason:
         raise UnsupportedEngineError(reason)
-    drafter = live_drafter(worker, ranks, second_drafter)
-    if ranks.rank:
+    drafter = live_drafter(worker, peers, second_drafter)
+    if peers.rank:
         weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
-        weights.register_commands(orders)
+        weights.register_commands(rank_commands)
         return weights
-    return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)
+    return OnlineUpdates(drafter, settings, settings.gammas[-1], rank_commands)

@@ -92,11 +92,11 @@ class OnlineUpdates:
         drafter: LiveDrafter,
         settings: PluginSettings,
         largest_gamma: int,
-        orders: RankCommands | None = None,
+        rank_commands: RankCommands | None = None,
     ) -> None:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
-        self._orders = orders or RankCommands()
+        self._rank_commands = rank_commands or RankCommands()
         self._target_changes, self._is_borrowed_head_stale = 0, False
         side = make_side_stream(drafter.device)
         self._weights = OnlineWeights(drafter, per_request=self._per_request, side=side)
@@ -109,7 +109,7 @@ class OnlineUpdates:
         self._is_trainer_stale = False
         self._is_trainer_idle = False
         self._is_learning = False
-        self._is_reset = False
+        self._must_report_reset = False
         self._unreported_update_seconds = 0.0
         # Draft length for which a round is trained if the learner has not drafted it: that of the
         # last step that it drafted.
@@ -121,7 +121,7 @@ class OnlineUpdates:
         # Deadline for the exit status of a trainer whose socket has closed, and the reason.
         self._trainer_exit: tuple[float, str] | None = None
         # A copy on the side stream, and its continuation; the trainer is idle in the meantime.
-        self._copying: tuple[torch.Event, Callable[[], None]] | None = None
+        self._pending_copy: tuple[torch.Event, Callable[[], None]] | None = None
         # Requests of the step that was judged last.
         self._judged_requests: list[str] = []
         # The weight changes at the time of the last copy for storage.
@@ -130,13 +130,13 @@ class OnlineUpdates:
         self._tainted_requests: set[str] = set()
         for kind, execute in {
             RankCommandKind.LAND: self._apply_trained,
-            RankCommandKind.KEEP: self._keep,
+            RankCommandKind.KEEP: self._mark_good,
             RankCommandKind.RESTORE: self._restore,
             RankCommandKind.ADOPT: self._adopt,
             RankCommandKind.SHARE: self._share,
             RankCommandKind.END: self._end,
         }.items():
-            self._orders.register(kind, partial(self._execute_command, execute))
+            self._rank_commands.register(kind, partial(self._execute_command, execute))
         self._trainer = TrainerProcess(drafter, rings, settings.online, settings.online_device)
 
     @property
@@ -157,7 +157,9 @@ class OnlineUpdates:
         is idle.
         """
         is_whole = not self._weights.are_shared or (self._trainer.is_open and self._is_trainer_idle)
-        is_under_way = self._is_learning or self._copying is not None or self._orders.has_pending
+        is_under_way = (
+            self._is_learning or self._pending_copy is not None or self._rank_commands.has_pending
+        )
         is_pending = is_under_way or self._rollback_guard.has_unjudged
         return self.has_learnt and is_whole and not is_pending
 
@@ -180,14 +182,14 @@ class OnlineUpdates:
 
         Returns False and changes nothing if they no longer serve.
         """
-        if self._copied_changes != self._weight_changes or self._orders.has_pending:
+        if self._copied_changes != self._weight_changes or self._rank_commands.has_pending:
             return False
-        self._orders.propose(RankCommandKind.ADOPT)
+        self._rank_commands.propose(RankCommandKind.ADOPT)
         return self._copied_changes == self._weight_changes
 
     def on_external_weights(self) -> None:
         """Runs after a trainer's version has replaced the learnt weights."""
-        self._orders.propose(RankCommandKind.ADOPT, _EXTERNAL_WEIGHTS)
+        self._rank_commands.propose(RankCommandKind.ADOPT, _EXTERNAL_WEIGHTS)
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs when a prefill begins, before the drafter reads it."""
@@ -195,7 +197,7 @@ class OnlineUpdates:
         if outcome is None:
             return
         # Reported even if nothing was learnt, because the set of requests is new.
-        self._is_reset = True
+        self._must_report_reset = True
         self._windows.clear()
         if outcome is ChangeOutcome.REPLACED:
             self._on_replaced()
@@ -213,8 +215,8 @@ class OnlineUpdates:
             return
         if self._weights.check_replaced():
             self._on_replaced()
-        if self._copying is not None and self._copying[0].query():
-            (_, continuation), self._copying = self._copying, None
+        if self._pending_copy is not None and self._pending_copy[0].query():
+            (_, continuation), self._pending_copy = self._pending_copy, None
             continuation()
         message = self._receive()
         if message is not None:
@@ -237,8 +239,8 @@ class OnlineUpdates:
 
     def update_status(self) -> UpdateStatus:
         """Returns the status of the step that begins, after `before_step`."""
-        seconds, reset = self._unreported_update_seconds, self._is_reset
-        self._unreported_update_seconds, self._is_reset = 0.0, False
+        seconds, reset = self._unreported_update_seconds, self._must_report_reset
+        self._unreported_update_seconds, self._must_report_reset = 0.0, False
         learnt_from = 0 if self.has_learnt else None
         return UpdateStatus(self._is_learning or seconds > 0, reset, seconds, 0, learnt_from)
 
@@ -268,7 +270,7 @@ class OnlineUpdates:
             self._draft_depth = facts.gamma
             # Drafts of other weights are no evidence about the weights that serve now.
             if facts.weight_changes == self._weight_changes:
-                self._observe(host_round)
+                self._judge_round(host_round)
         if not self._stride or facts.weight_changes.replaced != self.counters.replaced:
             return
         ready = self._windows.add_round(host_round)
@@ -290,14 +292,14 @@ class OnlineUpdates:
             and is_allowed_batch
         )
 
-    def _send_round(self, gamma: int, depth: int) -> None:
+    def _send_round(self, gamma: int, trained_gamma: int) -> None:
         requests = self._windows.write_round(self._trainer.tensors, gamma)
         if not requests:
             return
         self._rounds_since_update = 0
         self.counters.rounds += 1
         self._is_learning = True
-        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
+        self._send(Message(MessageKind.LEARN, requests=requests, gamma=trained_gamma))
 
     def _process_answer(self, message: Message) -> None:
         self._is_learning = False
@@ -308,7 +310,7 @@ class OnlineUpdates:
             generation = self._weights.generation
             self._run_after_copy(
                 self._weights.fetch(self._trainer.weights),
-                lambda: self._orders.propose(RankCommandKind.LAND, generation),
+                lambda: self._rank_commands.propose(RankCommandKind.LAND, generation),
             )
             return
         self._is_trainer_idle = True
@@ -319,8 +321,8 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, host_round: HostRound) -> None:
-        if self._orders.has_pending:
+    def _judge_round(self, host_round: HostRound) -> None:
+        if self._rank_commands.has_pending:
             # Other weights may serve the next step, or a verdict has not been carried out yet.
             return
         facts = host_round.facts
@@ -336,9 +338,9 @@ class OnlineUpdates:
         )
         self._judged_requests = facts.request_ids
         if verdict is GuardVerdict.GOOD:
-            self._orders.propose(RankCommandKind.KEEP)
+            self._rank_commands.propose(RankCommandKind.KEEP)
         elif verdict is GuardVerdict.WORSE:
-            self._orders.propose(RankCommandKind.RESTORE)
+            self._rank_commands.propose(RankCommandKind.RESTORE)
 
     def _execute_command(self, execute: Callable[[int], None], value: int) -> None:
         """Carries out an order; after an error, on this rank or another one, nothing is learnt."""
@@ -362,7 +364,7 @@ class OnlineUpdates:
         elif self._is_trainer_stale:
             self._resync_trainer()
 
-    def _keep(self, _: int) -> None:
+    def _mark_good(self, _: int) -> None:
         if self._weights.mark_good() is ChangeOutcome.REPLACED:
             self._on_replaced()
 
@@ -383,7 +385,7 @@ class OnlineUpdates:
             self._rollback_guard.good.rate, self._rollback_guard.current.rate,
             self._rollback_guard.hold_drafts,
         )  # fmt: skip
-        self._is_reset = True
+        self._must_report_reset = True
         self._rollback_guard.on_other_weights()
         self._tainted_requests = set(self._judged_requests)
         self._resync_trainer()
@@ -394,7 +396,7 @@ class OnlineUpdates:
             # Positions that the previous target has verified are no longer training data.
             self._windows.clear()
         self._rollback_guard.reset()
-        self._is_reset = True
+        self._must_report_reset = True
         self.counters.replaced += 1
         _log.info("the drafter was given other weights: it continues from those")
         self._resync_trainer()
@@ -404,7 +406,7 @@ class OnlineUpdates:
         self._is_trainer_stale = not self._is_trainer_idle
         if self._is_trainer_idle:
             self._is_trainer_idle = False
-            self._orders.propose(RankCommandKind.SHARE)
+            self._rank_commands.propose(RankCommandKind.SHARE)
 
     def _share(self, _: int) -> None:
         copy_done = self._weights.share_with_trainer(self._trainer.weights)
@@ -420,7 +422,7 @@ class OnlineUpdates:
         if copy_done is None:
             continuation()
         else:
-            self._copying = copy_done, continuation
+            self._pending_copy = copy_done, continuation
 
     def _end(self, restores: int) -> None:
         self._weights.end_updates(restores=bool(restores))
@@ -439,8 +441,8 @@ class OnlineUpdates:
             return
         self.counters.state = reason
         self._trainer.close()
-        self._is_learning, self._copying = False, None
+        self._is_learning, self._pending_copy = False, None
         self._windows.clear()
         # Unjudged weights will no longer be judged, so the last good ones are restored.
-        self._orders.propose(RankCommandKind.END, int(self._rollback_guard.has_unjudged))
+        self._rank_commands.propose(RankCommandKind.END, int(self._rollback_guard.has_unjudged))
         _log.warning("the drafter is no longer updated: %s", reason)

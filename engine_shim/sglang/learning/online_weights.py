@@ -197,7 +197,7 @@ class OnlineWeights:
 
     def restore(self) -> ChangeOutcome:
         """Serves the last good weights."""
-        return self._apply(self._serve_good)
+        return self._apply(self._serve_last_good)
 
     def start_requests(self, request_ids: list[str]) -> ChangeOutcome | None:
         """Serves the first weights, if each request begins with them and the requests are new.
@@ -237,7 +237,7 @@ class OnlineWeights:
             return
         self._has_ended = True
         if restores and self._is_unreplaced():
-            self._serve_good()
+            self._serve_last_good()
 
     def _apply(self, change: Callable[[], None]) -> ChangeOutcome:
         """Makes a change, unless updates have ended or another writer has changed the weights."""
@@ -264,7 +264,7 @@ class OnlineWeights:
         )
         if any_failed:
             reasons = enumerate(self._peers.all_gather(self._failure_reason))
-            self._serve_good()
+            self._serve_last_good()
             self._has_ended = True
             raise RankFailedError(
                 "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons if reason)
@@ -315,7 +315,7 @@ class OnlineWeights:
                 0,
             )
 
-    def _serve_good(self) -> None:
+    def _serve_last_good(self) -> None:
         self.generation += 1
         self._has_changed = self._has_good_changes
         self._write(self._weights.serve_good)

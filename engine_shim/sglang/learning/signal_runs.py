@@ -311,9 +311,9 @@ def copy_prompts(prompt_pass: PromptPass, final: Tensor | None) -> PromptCopy:
     ends = list(accumulate(prompt_pass.lengths))
     lengths = [min(length, PROMPT_POSITIONS) for length in prompt_pass.lengths]
 
-    def copy_ends(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    def copy_ends(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         pieces = zip(ends, lengths, strict=True)
-        return torch.cat([tensor[end - length : end].to(kind) for end, length in pieces])
+        return torch.cat([tensor[end - length : end].to(dtype) for end, length in pieces])
 
     with torch.inference_mode(False), torch.no_grad():
         return PromptCopy(

@@ -59,11 +59,11 @@ class LiveDrafter:
 
 
 def live_drafter(
-    worker: Any, ranks: Peers = SINGLE_RANK, second_drafter: Any = None
+    worker: Any, peers: Peers = SINGLE_RANK, second_drafter: Any = None
 ) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
-    ranks: the ranks that share it; this is a collective, which all of them call at their start.
+    peers: the ranks that share it; this is a collective, which all of them call at their start.
     second_drafter: the `DFlashDrafter` beside the engine's own, if that learns.  Only this function
     decides for which drafter an engine can learn, collect signals and take versions.  Raises
     UnsupportedDrafterError with the reason if a student would differ from this drafter.
@@ -72,16 +72,16 @@ def live_drafter(
     model = (draft.draft_runner if second_drafter is None else second_drafter.runner).model
     kind = type(model).__name__
     if second_drafter is not None and (
-        failure_reason := next(filter(None, ranks.all_gather(second_drafter.failure_reason)), "")
+        failure_reason := next(filter(None, peers.all_gather(second_drafter.failure_reason)), "")
     ):
         raise students.UnsupportedDrafterError(f"it no longer drafts: {failure_reason}")
     if kind not in SUPPORTED_CLASSES:
         raise students.UnsupportedDrafterError(
             f"it is a {kind}, not one of {', '.join(SUPPORTED_CLASSES)}"
         )
-    gatherer = ParameterGatherer(ranks)
+    gatherer = ParameterGatherer(peers)
     if kind == DFLASH:
-        dflash_drafter = draft.block if second_drafter is None else second_drafter
+        dflash_drafter = draft.dflash_drafter if second_drafter is None else second_drafter
         drafter = _describe_dflash(model, draft.target_worker, dflash_drafter, gatherer)
     else:
         drafter = (
@@ -131,20 +131,20 @@ def _describe_mtp(model: Any, gatherer: ParameterGatherer) -> LiveDrafter:
 
 
 def _describe_dflash(
-    model: Any, target_worker: Any, block: Any, gatherer: ParameterGatherer
+    model: Any, target_worker: Any, dflash_drafter: Any, gatherer: ParameterGatherer
 ) -> LiveDrafter:
-    """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
+    """Describes a DFlash drafter.  dflash_drafter: its `DFlashDrafter`."""
     target = target_worker.model_runner.model
     layers: int = target_worker.model_runner.model_config.hf_text_config.num_hidden_layers
     shape = students.dflash_shape(
-        model.config.to_dict(), target_layers=layers, unnamed_mask=block.mask_token
+        model.config.to_dict(), target_layers=layers, unnamed_mask=dflash_drafter.mask_token
     )
     embedding = gatherer.weight(target.get_input_embeddings()).detach()
     head = _separate_head(gatherer.weight(target.lm_head), embedding)
     width = len(shape.feature_layers) * shape.decoder.hidden
     borrowed = _trim_borrowed(shape, embedding, head)
     return LiveDrafter(
-        shape, gatherer.parameters(model), borrowed, width, block.refresh_fused_weights
+        shape, gatherer.parameters(model), borrowed, width, dflash_drafter.refresh_fused_weights
     )
 
 

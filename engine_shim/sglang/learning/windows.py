@@ -234,8 +234,10 @@ class _HostSlot:
 
     def __init__(self, shape: RingShape, step_positions: int, device: torch.device) -> None:
         layouts = shape.layouts()
-        self._lengths = transfer.host_buffer((2 * MAX_JUDGED_REQUESTS,), torch.int64, device)
-        self._rows = [
+        self._counts_and_starts = transfer.host_buffer(
+            (2 * MAX_JUDGED_REQUESTS,), torch.int64, device
+        )
+        self._row_buffers = [
             transfer.host_buffer(
                 (shape.requests * step_positions, *layouts[name].shape[2:]),
                 getattr(torch, layouts[name].dtype),
@@ -244,13 +246,13 @@ class _HostSlot:
             for name in RingRows._fields
         ]
 
-    def lengths(self, source: Tensor) -> Tensor:
+    def counts_and_starts(self, source: Tensor) -> Tensor:
         """Returns the part of the memory that these lengths need."""
-        return self._lengths[: source.numel()].view(source.shape)
+        return self._counts_and_starts[: source.numel()].view(source.shape)
 
     def rows(self, source: RingRows) -> RingRows:
         """Returns the part of the memory that these rows need."""
-        pairs = zip(self._rows, source, strict=True)
+        pairs = zip(self._row_buffers, source, strict=True)
         return RingRows(
             *(buffer[: source.tokens.numel()].view(part.shape) for buffer, part in pairs)
         )
@@ -260,11 +262,11 @@ class _HostSlot:
 class _PendingStep:
     """A step on its way to the host.
 
-    lengths: accepted tokens and starts.  copy_done: event of its arrival; None on a CPU.
+    counts_and_starts: accepted tokens and starts.  copy_done: event of its arrival; None on a CPU.
     """
 
     facts: StepFacts
-    lengths: tuple[Tensor, ...]
+    counts_and_starts: tuple[Tensor, ...]
     rows: RingRows | None
     slot: _HostSlot | None = None
     copy_done: torch.Event | None = None
@@ -327,21 +329,21 @@ class Readback:
         if self._side_stream is None:
             self._pending.append(_PendingStep(facts, counts_and_starts, rows))
         else:
-            self._send(self._side_stream, facts, counts_and_starts, rows)
+            self._copy_to_host(self._side_stream, facts, counts_and_starts, rows)
 
-    def _send(
+    def _copy_to_host(
         self,
         side: transfer.SideStream,
         facts: StepFacts,
-        lengths: tuple[Tensor, ...],
+        counts_and_starts: tuple[Tensor, ...],
         rows: RingRows | None,
     ) -> None:
         """Copies a step into a slot, on the side stream."""
         slot = self._free_slots.pop()
         with torch.inference_mode(False), torch.no_grad():
-            length_stack = torch.stack([part.long() for part in lengths])
+            length_stack = torch.stack([part.long() for part in counts_and_starts])
             slot_rows = None if rows is None else slot.rows(rows)
-            pairs = [(slot.lengths(length_stack), length_stack)]
+            pairs = [(slot.counts_and_starts(length_stack), length_stack)]
             if rows is not None and slot_rows is not None:
                 pairs += zip(slot_rows, rows, strict=True)
             copy_done = side.copy(pairs)
@@ -351,7 +353,7 @@ class Readback:
         """Yields the steps that have arrived; each is valid until the next iteration."""
         while self._pending and self._pending[0].has_arrived:
             pending_step = self._pending.popleft()
-            accepted_cpu, starts_cpu = pending_step.lengths
+            accepted_cpu, starts_cpu = pending_step.counts_and_starts
             yield HostRound(
                 pending_step.facts, accepted_cpu.tolist(), starts_cpu.tolist(), pending_step.rows
             )

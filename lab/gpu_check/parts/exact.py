@@ -104,21 +104,23 @@ class Comparison:
         self._arms_run: dict[str, None] = {}
         self._tokens = 0
 
-    def compare(self, policy: str, sidecar: SidecarHandle, number: int) -> None:
+    def compare(self, engine_name: str, sidecar: SidecarHandle, number: int) -> None:
         """Plays the stream once; number: of the order of arms."""
         drafter, gamma = self._arms[-1]
         with sidecar.pinned(gamma, drafter) as pin:
             with RandomArms(pin, self._arms, _SEED + number):
-                played = self._play(policy, self._stream, f"{policy}: random arms")
+                played = self._play(engine_name, self._stream, f"{engine_name}: random arms")
             arms_run = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)
         if not arms_run:
-            raise HarnessError(f"{policy} reported no step while its arms were being changed")
+            raise HarnessError(f"{engine_name} reported no step while its arms were being changed")
         self._arms_run |= arms_run
         self._tokens += sum(len(answer.tokens) for answer in played.answers)
-        differences = self._compare_answers(policy, played.answers, f"one of {', '.join(arms_run)}")
+        differences = self._compare_answers(
+            engine_name, played.answers, f"one of {', '.join(arms_run)}"
+        )
         if differences and not self._all_differences:
             differences[0] = replace(
-                differences[0], arm=self._find_failing_arms(policy, sidecar, differences[0])
+                differences[0], arm=self._find_failing_arms(engine_name, sidecar, differences[0])
             )
         self._all_differences += differences
 
@@ -137,15 +139,21 @@ class Comparison:
         }
 
     def _compare_answers(
-        self, policy: str, answers: Sequence[Answer], arm: str
+        self, engine_name: str, answers: Sequence[Answer], arm: str
     ) -> list[Difference]:
         indexes = {answer.request.index for answer in answers}
         expected = [answer for answer in self._expected if answer.request.index in indexes]
         return comparison.find_differences(
-            policy, expected, answers, lambda context: comparison.top_two(self._url, context), arm
+            engine_name,
+            expected,
+            answers,
+            lambda context: comparison.top_two(self._url, context),
+            arm,
         )
 
-    def _find_failing_arms(self, policy: str, sidecar: SidecarHandle, first: Difference) -> str:
+    def _find_failing_arms(
+        self, engine_name: str, sidecar: SidecarHandle, first: Difference
+    ) -> str:
         """Names the arms that differ at the same place when each answers the prompt alone.
 
         Reports do not name requests, so what ran at a token of a batch cannot be looked up.
@@ -157,8 +165,8 @@ class Comparison:
         failing_arms = []
         for drafter, gamma in self._arms:
             with sidecar.pinned(gamma, drafter):
-                played = self._play(policy, stream, f"{policy}: {drafter} {gamma} again")
-            if self._compare_answers(policy, played.answers, ""):
+                played = self._play(engine_name, stream, f"{engine_name}: {drafter} {gamma} again")
+            if self._compare_answers(engine_name, played.answers, ""):
                 failing_arms.append(f"{drafter} {gamma}")
         return (
             ", ".join(failing_arms) + " (each when alone)"

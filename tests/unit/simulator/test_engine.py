@@ -359,7 +359,7 @@ def test_an_open_loop_notes_when_requests_came_spoke_and_ended():
     assert run.latencies.per_token.tolist() == [1.0, 2.0, 1.0]
     assert run.latencies.tpot.tolist() == [1.0, 1.0]
     assert run.score == pytest.approx(3 / 4.0)
-    assert run.rate == 1.0
+    assert run.tokens_per_second == 1.0
 
 
 def test_prompts_count_in_the_latency_and_not_in_the_time_per_output_token():
@@ -372,7 +372,7 @@ def test_prompts_count_in_the_latency_and_not_in_the_time_per_output_token():
 
 def test_a_closed_loop_is_scored_by_tokens_per_second():
     run = simulate(REQUESTS, second_a_step(), Recorder((0,)), STILL, 0)
-    assert run.score == run.rate == pytest.approx(10 / 6)
+    assert run.score == run.tokens_per_second == pytest.approx(10 / 6)
     # Admitted at 0, 0, 2, 4 and gone at 2, 4, 4, 6.
     assert run.latencies.end_to_end.tolist() == [2.0, 4.0, 2.0, 2.0]
 

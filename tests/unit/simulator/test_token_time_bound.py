@@ -48,10 +48,10 @@ def ours(bound: float, policy: str, tide_gamma: int = 8) -> ControllerPolicy:
 @pytest.mark.parametrize("kind", ["code", "prose"])
 def test_at_one_batch_size_the_fastest_arm_takes_the_least_time_per_token(kind: str):
     results = statics(kind)
-    by_rate = sorted(results, key=lambda result: -result.rate)
+    by_rate = sorted(results, key=lambda result: -result.tokens_per_second)
     assert by_rate == sorted(results, key=tpot)
     for result in results:
-        assert tpot(result) * result.rate == pytest.approx(BATCH, rel=0.01)
+        assert tpot(result) * result.tokens_per_second == pytest.approx(BATCH, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["code", "prose"])
@@ -70,9 +70,9 @@ def test_a_bound_that_can_be_kept_is_kept_at_the_best_throughput_that_keeps_it(
         bound = (free + lowest) / 2
         assert free > TOLERANCE * bound
     result = run(kind, ours(bound, policy))
-    best = max(static.rate for static in statics(kind) if tpot(static) <= bound)
+    best = max(static.tokens_per_second for static in statics(kind) if tpot(static) <= bound)
     assert tpot(result) <= TOLERANCE * bound
-    assert result.rate >= best / TOLERANCE
+    assert result.tokens_per_second >= best / TOLERANCE
 
 
 def test_what_the_bound_excludes_is_shown():
@@ -96,7 +96,7 @@ def test_an_override_bounds_as_the_setting_does(policy: str):
     by_override.controller.set_overrides([slow])
     results = [run("code", one) for one in (by_setting, by_override)]
     # The first step runs before the override is heard of.
-    assert results[1].rate == pytest.approx(results[0].rate, rel=0.01)
+    assert results[1].tokens_per_second == pytest.approx(results[0].tokens_per_second, rel=0.01)
     assert tpot(results[1]) <= TOLERANCE * 0.007
     state = explain(by_override.controller, BATCH).bound
     assert state is not None

@@ -47,9 +47,9 @@ PODS: Listing[Pod] = Listing(
     lambda pod: pod.name,
     (
         Column("pod", lambda pod: pod.name),
-        Column("gain", lambda pod: pod.gain, right=True, priority=1),
+        Column("gain", lambda pod: pod.gain, is_right_aligned=True, priority=1),
         Column("note", lambda pod: pod.note, priority=2),
-        Column("host", lambda pod: f"host of {pod.name}", wide=True),
+        Column("host", lambda pod: f"host of {pod.name}", is_wide_only=True),
     ),
     lambda pod: {"name": pod.name, "gain": pod.gain},
     lambda pod: pod.missing,

@@ -382,7 +382,7 @@ def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(ope
                 probed[choice.probe_id] += 1
                 assert probed[choice.probe_id] <= promised[choice.probe_id]
             else:
-                assert state.names[choice.drafter_index] == r.drafter
+                assert state.drafter_names[choice.drafter_index] == r.drafter
                 assert (choice.gamma, choice.asleep) == (r.gamma, r.drafter_asleep)
                 if r.HasField("probe") and choice.source is Source.PLAN:
                     assert probed[r.probe.probe_id] == promised[r.probe.probe_id]

@@ -116,7 +116,7 @@ def test_a_backend_keeps_what_is_predicted(measured: list[BackendBytes], index: 
         predicted, instances = draft_pass_bytes(name, gamma, batches, model), gamma - 1
     else:
         predicted, instances = (
-            find_backend(name, model).size(model, BackendUse(place, gamma, batches)),
+            find_backend(name, model).compute_bytes(model, BackendUse(place, gamma, batches)),
             1,
         )
     planned = PLANNED.get((name, place), (0, 0)) if model.is_latent else (0, 0)

@@ -52,7 +52,7 @@ class Sleep:
         if call.startswith(self.failing or "nothing"):
             raise RuntimeError("out of memory")
 
-    def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int) -> None:
+    def before_step(self, batch: Any, *, asleep: bool, unknown_tokens: int) -> None:
         self._note(f"before {'asleep' if asleep else 'awake'}")
 
     def sleep_through(self, batch: Any, result: Any, width: int) -> None:
@@ -116,11 +116,14 @@ def chosen(gamma: int, *, asleep: bool = False, drafter: int = 0) -> StepChoice:
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
     parts: dict[str, Any] = {
         "policy": SimpleNamespace(set_choice=lambda _: None),
-        "ranks": adopted(chosen(gamma, asleep=asleep)),
+        "plan_sync": adopted(chosen(gamma, asleep=asleep)),
         "sleeping_drafter": Sleep(failing),
     }
     return EngineHooks(
-        losses=LostCapabilityReporter(), graph_states=GraphStates(), eager=EagerPasses(), **parts
+        lost_capabilities=LostCapabilityReporter(),
+        graph_states=GraphStates(),
+        eager=EagerPasses(),
+        **parts,
     )
 
 
@@ -128,8 +131,8 @@ def learns(hooks: Any, learner: int = OWN_DRAFTER_INDEX, **parts: Any) -> None:
     """Gives these hooks a drafter that learns."""
     split = None if hooks.dual_drafter is None else hooks.dual_drafter.split
     hooks.learning = LearningSteps(
-        ranks=hooks.ranks,
-        losses=hooks.losses,
+        plan_sync=hooks.plan_sync,
+        lost_capabilities=hooks.lost_capabilities,
         learner_index=learner,
         split_features=split,
         **parts,
@@ -152,9 +155,9 @@ class Link:
 
     def __init__(self, hooks: Any) -> None:
         self.reported_losses: list[tuple[str, str]] = []
-        hooks.losses = LostCapabilityReporter(self)  # type: ignore[arg-type]
+        hooks.lost_capabilities = LostCapabilityReporter(self)  # type: ignore[arg-type]
         if hooks.learning is not None:
-            hooks.learning.losses = hooks.losses
+            hooks.learning.lost_capabilities = hooks.lost_capabilities
 
     def report_lost_capability(self, lost_capability: LostCapability) -> None:
         self.reported_losses.append(
@@ -218,7 +221,7 @@ def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
 
 def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     hooks = session(asleep=False, gamma=3)
-    hooks.ranks = adopted(chosen(3), stride=5)
+    hooks.plan_sync = adopted(chosen(3), stride=5)
     online = Online()
     learns(hooks, online=online)
     result, _ = run_step(hooks)
@@ -226,7 +229,7 @@ def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     assert result.speculation_launch.update_status == online.update_status() != NO_UPDATE
     run_step(hooks, "extend")
     assert online.calls[2:] == ["prefill"]
-    hooks.ranks = adopted(chosen(0, asleep=True), stride=5)
+    hooks.plan_sync = adopted(chosen(0, asleep=True), stride=5)
     run_step(hooks)
     assert online.calls[3:] == ["step", "verified 5"]
 
@@ -268,7 +271,7 @@ def test_the_learner_sees_its_columns_and_whose_drafts_they_were(
 ) -> None:
     hooks = session(asleep=False, gamma=gamma)
     hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
-    hooks.ranks = adopted(chosen(gamma, drafter=drafter))
+    hooks.plan_sync = adopted(chosen(gamma, drafter=drafter))
     online = Online()
     learns(hooks, learner, online=online)
     run_step(hooks)
@@ -283,7 +286,7 @@ def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
     prompt_passes: list[PromptPass] = []
     hooks = session(asleep=False)
     hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
-    hooks.ranks = adopted(chosen(3), 0, True)
+    hooks.plan_sync = adopted(chosen(3), 0, True)
     collector = SimpleNamespace(end_reason="", after_prefill=prompt_passes.append)
     learns(hooks, learner, collector=collector)
     prompts = SimpleNamespace(
@@ -306,7 +309,7 @@ def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
 def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
     hooks = session(asleep=False, gamma=3)
     hooks.sleeping_drafter, hooks.dual_drafter = None, Dual()
-    hooks.block = SimpleNamespace(failure_reason="out of memory")
+    hooks.dflash_drafter = SimpleNamespace(failure_reason="out of memory")
     learns(hooks, learner, online=Online())
     link = Link(hooks)
     for _ in range(2):
@@ -361,11 +364,11 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
 
 def test_a_dflash_drafter_that_has_failed_is_reported_once() -> None:
     hooks = session(asleep=False, gamma=3)
-    hooks.block = SimpleNamespace(failure_reason="")
+    hooks.dflash_drafter = SimpleNamespace(failure_reason="")
     link = Link(hooks)
     run_step(hooks)
     assert link.reported_losses == []
-    hooks.block.failure_reason = "MemoryError: no room"
+    hooks.dflash_drafter.failure_reason = "MemoryError: no room"
     for mode in ("extend", "decode"):
         run_step(hooks, mode)
     assert link.reported_losses == [("CAPABILITY_DRAFTER", "MemoryError: no room")]
@@ -420,7 +423,7 @@ def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) ->
     hooks = session(asleep=asleep, gamma=0)
     collector = Signals()
     for collects in (True, False):
-        hooks.ranks = adopted(chosen(0, asleep=asleep), 0, collects)
+        hooks.plan_sync = adopted(chosen(0, asleep=asleep), 0, collects)
         learns(hooks, collector=collector)
         run_step(hooks)
     assert collector.collecting == [True, False]
@@ -430,7 +433,7 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hooks = session(asleep=False, gamma=3)
-    hooks.ranks = adopted(chosen(3), 0, True)
+    hooks.plan_sync = adopted(chosen(3), 0, True)
     learns(hooks, collector=Signals(failing=True))
     link = Link(hooks)
     _, worked = run_step(hooks)
@@ -451,7 +454,7 @@ def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
             assert reason == "RuntimeError: out of memory"
 
     hooks = session(asleep=False, gamma=3)
-    hooks.ranks = adopted(chosen(3), version=4)
+    hooks.plan_sync = adopted(chosen(3), version=4)
     learns(hooks, deployment=Deployment())
     link = Link(hooks)
     for _ in range(2):
@@ -486,7 +489,7 @@ def test_beside_a_second_drafter_the_own_one_learns(
     """From the columns it reads itself; and it receives whose drafts were verified."""
     hooks = session(asleep=False, gamma=3)
     hooks.dual_drafter, collector = Second(drafts=drafts), Signals()
-    hooks.ranks = adopted(chosen(3, drafter=drafter), 0, True)
+    hooks.plan_sync = adopted(chosen(3, drafter=drafter), 0, True)
     learns(hooks, collector=collector)
 
     def forward(_: Any, forward_batch: Any, **__: Any) -> Any:

@@ -27,28 +27,28 @@ class Adopted:
 def test_with_data_parallel_attention_a_rank_chooses_for_the_largest_batch(mode: str) -> None:
     hooks = session(asleep=False)
     ran: list[StepChoice] = []
-    hooks.ranks, hooks.has_attention_dp, hooks.sleeping_drafter = Adopted(), True, None
+    hooks.plan_sync, hooks.has_attention_dp, hooks.sleeping_drafter = Adopted(), True, None
     hooks.has_other_ranks = True
     hooks.policy = SimpleNamespace(set_choice=ran.append)
     step = batch(mode)
     attention_dp.store_rank_sizes(None, step, SimpleNamespace(global_num_tokens=[1, 5, 2]), True)
     hooks.around_forward(lambda *_: SimpleNamespace(), None, step)
-    assert hooks.ranks.asked == [5]
+    assert hooks.plan_sync.asked == [5]
     assert [choice.gamma for choice in ran] == [5]
 
 
 def test_an_idle_rank_chooses_nothing_while_others_prefill() -> None:
     hooks = session(asleep=False)
-    hooks.ranks, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
+    hooks.plan_sync, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
     step = batch("idle")
     step.is_extend_in_batch = True
     hooks.around_forward(lambda *_: SimpleNamespace(), None, step)
-    assert hooks.ranks.asked == []
+    assert hooks.plan_sync.asked == []
 
 
 def test_with_data_parallel_attention_updates_join_what_was_received() -> None:
     hooks = session(asleep=False)
-    hooks.ranks, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
+    hooks.plan_sync, hooks.has_other_ranks, hooks.has_attention_dp = Adopted(), True, True
     # Their own group's broadcast would not reach the other ranks.
     assert hooks.add_rank_updates(["abort"], None) == ["abort"]
     assert hooks.add_control_requests(["request"], None) == ["request", "update"]

@@ -30,7 +30,7 @@ from tests.support.step_reports import class_counts, fill_report, group, proposa
 @dataclass
 class RecordingLink:
     reports: list[StepReport] = field(default_factory=list)
-    plan_follower: Any = field(default_factory=lambda: SimpleNamespace(names=("eagle3",)))
+    plan_follower: Any = field(default_factory=lambda: SimpleNamespace(drafter_names=("eagle3",)))
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
         self.reports.append(fill_report(fill))

@@ -22,7 +22,7 @@ class Link:
         self.polls = 0
         self._choices = list(choices)
         self.plan_follower = SimpleNamespace(
-            safe_default=choice(7, 0, source=Source.SAFE_DEFAULT), names=("eagle3",)
+            safe_default=choice(7, 0, source=Source.SAFE_DEFAULT), drafter_names=("eagle3",)
         )
 
     def choose(self, batch_size: int) -> StepChoice:

@@ -24,7 +24,11 @@ def moving():
 
 def test_the_oracle_is_never_slower_than_any_static_arm(moving):
     oracle = moving.run("oracle")
-    assert all(oracle.rate >= run.rate for run in moving.runs if run.origin is PolicyOrigin.STATIC)
+    assert all(
+        oracle.tokens_per_second >= run.tokens_per_second
+        for run in moving.runs
+        if run.origin is PolicyOrigin.STATIC
+    )
 
 
 def test_the_oracle_changes_its_arm_with_the_traffic():
@@ -39,7 +43,11 @@ def test_the_oracle_changes_its_arm_with_the_traffic():
 def test_the_controller_beats_every_static_arm_when_traffic_moves(moving):
     ours = moving.run("controller")
     assert ours.origin is PolicyOrigin.OURS
-    assert all(ours.rate > run.rate for run in moving.runs if run.origin is PolicyOrigin.STATIC)
+    assert all(
+        ours.tokens_per_second > run.tokens_per_second
+        for run in moving.runs
+        if run.origin is PolicyOrigin.STATIC
+    )
 
 
 def test_the_production_core_is_what_is_simulated():
@@ -120,7 +128,7 @@ def test_without_a_profile_the_peer_that_needs_one_is_left_out():
 
 def test_an_open_loop_is_scored_by_latency_and_a_closed_one_by_tokens_per_second(moving):
     ours = moving.run("controller")
-    assert ours.score == ours.rate
+    assert ours.score == ours.tokens_per_second
     assert ours.latency is None
     one = arrivals(seeds=2)
     seeds = run_all([one], 0, ["controller", "static-7"], processes=1)[0]

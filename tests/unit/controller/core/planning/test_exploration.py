@@ -157,7 +157,7 @@ def test_a_probe_is_charged_for_what_it_lost_and_ends_after_its_steps():
     assert ours.probe_count == 1
     assert ours.lost_seconds == pytest.approx(lost)
     assert ours.credit_seconds == pytest.approx(0.1 - lost)
-    assert ours.probe_share == pytest.approx(lost / (0.05 * probe.steps))
+    assert ours.spent_share == pytest.approx(lost / (0.05 * probe.steps))
 
 
 def test_a_lucky_probe_earns_no_credit():
@@ -254,11 +254,11 @@ def test_a_probe_is_given_up_when_the_batch_has_left_its_bucket():
 def test_a_probe_runs_for_as_many_steps_as_may_be_lost_against_gamma_0():
     conditions = situation(0.05, 200, current=0)
     steps = {}
-    for room in (0.0, 0.5, 100.0):
+    for budget in (0.0, 0.5, 100.0):
         ours = explorer()
-        limited = replace(conditions, room=room, room_for_news=room)
-        steps[room] = ours._affordable_steps(limited, ARMS.index(Arm("mtp", 7)), 8)
+        limited = replace(conditions, loss_budget_steps=budget, first_run_budget_steps=budget)
+        steps[budget] = ours._affordable_steps(limited, ARMS.index(Arm("mtp", 7)), 8)
     assert steps[0.0] == 0
     assert 0 <= steps[0.5] < steps[100.0] == 8
     # gamma = 0 loses nothing against itself.
-    assert explorer()._affordable_steps(replace(conditions, room=0.0), 0, 3) == 3
+    assert explorer()._affordable_steps(replace(conditions, loss_budget_steps=0.0), 0, 3) == 3

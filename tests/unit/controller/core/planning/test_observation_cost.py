@@ -28,7 +28,9 @@ def observation(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off
 
 
 def test_the_interval_loses_least_among_all_intervals():
-    hazard = ShiftProbabilities(1e-3, 1e-3, blind_better_shift=1e-3, blind_better_count=5.0)
+    hazard = ShiftProbabilities(
+        1e-3, 1e-3, unobserved_better_shift=1e-3, unobserved_better_count=5.0
+    )
     generous = PlannerSettings(probe_share=0.9)
     plan = observation(penalty=0.45, hazard=hazard, settings=generous)
     hopeful = (1 - 0.8**4) / (1 - 0.8)
@@ -63,7 +65,7 @@ def test_cheap_looks_take_few_steps_too_until_they_have_found_something():
     assert np.all(plan.probe_steps.mean(axis=0) / plan.interval_steps <= 0.015 * 1.001)
     busy = observation(penalty=free, hazard=ShiftProbabilities(0.1, 0.1))
     assert busy.interval_steps[0] == pytest.approx(plan.interval_steps[0] / 10)
-    seen = observation(penalty=free, hazard=calm._replace(blind_better_count=2.0))
+    seen = observation(penalty=free, hazard=calm._replace(unobserved_better_count=2.0))
     assert seen.interval_steps[0] == pytest.approx(plan.interval_steps[0] / 3)
 
 

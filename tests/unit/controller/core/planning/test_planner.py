@@ -110,7 +110,7 @@ def test_gamma_0_is_chosen_by_its_value_alone_once_enough_was_lost():
     rule = PlannerSettings()
     table = [[102.0], [100.0], [80.0], [80.0]]
     often = ShiftProbabilities(
-        any_shift=0.02, better_shift=0.02, blind_better_shift=0.02, blind_better_count=3.0
+        any_shift=0.02, better_shift=0.02, unobserved_better_shift=0.02, unobserved_better_count=3.0
     )
     planner = Planner(ARMS, (1,), rule)
     planner.update(values(table), often)

@@ -44,7 +44,7 @@ def collect_decisions(session: EngineSession, plan: Plan) -> list[tuple[Plan, in
     assert isinstance(observer, Heard)
     heard = observer.decisions = []
     with capture_logs() as lines:
-        session._adopt(plan, 7)
+        session._adopt_plan(plan, 7)
     assert [line["event"] for line in lines] == ["plan_changed"] * len(heard)
     return heard
 
@@ -92,7 +92,7 @@ def test_a_renewed_lease_is_no_decision(session: EngineSession):
 
 def test_decision_ids_tell_sessions_and_epochs_apart(session: EngineSession, clock: VirtualClock):
     first = session.decision_id
-    session._adopt(replace(session.plan, epoch=2), 0)
+    session._adopt_plan(replace(session.plan, epoch=2), 0)
     other = EngineSession("secret", session.core, clock)
     assert len({first, session.decision_id, other.decision_id}) == 3
     assert session.decision_id.endswith("-2")
@@ -102,5 +102,5 @@ def test_decision_ids_tell_sessions_and_epochs_apart(session: EngineSession, clo
 def test_a_plan_is_as_old_as_it_is(session: EngineSession, clock: VirtualClock):
     clock.advance(3.0)
     assert session.plan_age_seconds == 3.0
-    session._adopt(replace(session.plan, epoch=2), 0)
+    session._adopt_plan(replace(session.plan, epoch=2), 0)
     assert session.plan_age_seconds == 0.0

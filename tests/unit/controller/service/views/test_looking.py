@@ -86,7 +86,7 @@ class Watched:
         self.look()
 
     def next_plan(self) -> Plan:
-        self.plans.append(self.session.advance())
+        self.plans.append(self.session.make_due_plan())
         self.look()
         return self.plans[-1]
 
@@ -177,7 +177,7 @@ def test_an_explanation_is_of_the_last_decision_until_the_next_one(busy):
         before.arms, before.positions, before.table,
     )  # fmt: skip
     busy.clock.advance(1.0)
-    session.advance()
+    session.make_due_plan()
     assert explain(session.core, 4).positions != before.positions
 
 
@@ -185,7 +185,7 @@ def test_overrides_are_explained_once_they_are_decided_under(busy):
     session = busy.session
     session.core.set_overrides(PINS)
     assert [o.override_id for o in explain(session.core, 4).overrides] == ["pin"]
-    session.advance()
+    session.make_due_plan()
     explained = explain(session.core, 4)
     assert [o.override_id for o in explained.overrides] == ["no", "pin"]
     assert next(value.arm.gamma for value in explained.arms if value.chosen) == 0

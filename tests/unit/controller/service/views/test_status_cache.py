@@ -165,10 +165,10 @@ async def test_what_only_other_batches_are_told_is_not_in_the_trail(tmp_path: Pa
             rows[row] = replace(rows[row], arm=other)
             return replace(plan, rows=tuple(rows))
 
-        session._adopt(make_plan(-1), 0)
+        session._adopt_plan(make_plan(-1), 0)
         assert not session.plan_log
-        session._adopt(plan, 0)
-        session._adopt(make_plan(0), 0)
+        session._adopt_plan(plan, 0)
+        session._adopt_plan(make_plan(0), 0)
         assert [change.arm for change in session.plan_log] == [f"{other.drafter} {other.gamma}"]
 
 

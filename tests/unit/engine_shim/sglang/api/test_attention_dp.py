@@ -21,7 +21,9 @@ def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
     } | configured
     monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**view))
     args: Any = SimpleNamespace()
-    return attention_dp.attention_dp_check(args, PluginSettings(), has_block=False).obstacle or None
+    return (
+        attention_dp.attention_dp_check(args, PluginSettings(), has_dflash=False).obstacle or None
+    )
 
 
 def test_it_is_steered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_what_lands_is_what_the_trainer_has_made(driver: Driver) -> None:
     for name, part in trained_weights.items():
         assert torch.equal(driver.model.get_parameter(name), part), name
     # While the next ones are on their way, these will not serve for long.
-    driver.await_condition(lambda: driver.online._copying is not None)
+    driver.await_condition(lambda: driver.online._pending_copy is not None)
     assert not driver.online.can_be_stored
 
 
@@ -90,12 +90,12 @@ def test_what_the_trainer_is_given_is_what_served_when_it_was_asked_to_take_it(
 ) -> None:
     driver.await_condition(lambda: driver.counters.updates > 0)
     driver.await_condition(lambda: driver.counters.restored == 1, accepted=1)
-    driver.await_condition(lambda: driver.online._copying is not None, stride=0)
+    driver.await_condition(lambda: driver.online._pending_copy is not None, stride=0)
     served_weights = {name: part.detach().clone() for name, part in driver.model.named_parameters()}
     with torch.no_grad():
         for parameter in driver.model.parameters():
             parameter.mul_(0.5)
-    driver.await_condition(lambda: driver.online._copying is None, stride=0)
+    driver.await_condition(lambda: driver.online._pending_copy is None, stride=0)
     for name, part in driver.online._trainer.weights.items():
         assert torch.equal(part, served_weights[name]), name
 
@@ -103,14 +103,14 @@ def test_what_the_trainer_is_given_is_what_served_when_it_was_asked_to_take_it(
 def test_what_somebody_writes_while_weights_are_on_their_way_stays(driver: Driver) -> None:
     driver.await_condition(lambda: driver.counters.updates > 2)
     # The trainer has answered, and its weights have not landed yet.
-    driver.await_condition(lambda: driver.online._copying is not None)
+    driver.await_condition(lambda: driver.online._pending_copy is not None)
     with torch.no_grad():
         for parameter in driver.model.parameters():
             parameter.mul_(0.5)
     other_weights = driver.weights()
     for _ in range(2 * ASKS):
         driver.step(2, stride=0)
-    assert driver.online._copying is None
+    assert driver.online._pending_copy is None
     assert torch.equal(driver.weights(), other_weights)
     driver.await_condition(lambda: driver.counters.replaced == 1, stride=0)
     # The trainer continues from there.
