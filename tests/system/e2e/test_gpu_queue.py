@@ -1,7 +1,7 @@
 """The queue of docs/gpu.md, typed as it stands there, on SGLang's CUDA paths with an emulated GPU.
 
 The kit's installation has a test of its own; here its job runs from a folder that stands for the
-installed kit.
+installed kit.  CI plays run 1; the others are nightly.
 """
 
 import json
@@ -141,6 +141,7 @@ def test_run_1_has_a_page_with_a_verdict_for_each_part(queue: Queue):
         assert line in text
 
 
+@pytest.mark.nightly
 def test_run_2_compares_every_policy(queue: Queue):
     result = queue.result(2)
     assert result["left_out"] == {}
@@ -159,6 +160,7 @@ def test_run_2_compares_every_policy(queue: Queue):
     assert result["switches"]["wake"]["switches"] > 0
 
 
+@pytest.mark.nightly
 def test_run_2_prices_the_shim_in_a_step_and_on_the_thread(queue: Queue):
     overhead = queue.result(2)["overhead"]["overlap"]
     assert set(overhead) == {str(size) for size in EMULATED.batch_sizes}
@@ -167,6 +169,7 @@ def test_run_2_prices_the_shim_in_a_step_and_on_the_thread(queue: Queue):
         assert 0 < row["shim_microseconds"]["p50"] <= row["shim_microseconds"]["p99"]
 
 
+@pytest.mark.nightly
 def test_run_3_plays_the_day_with_every_policy(queue: Queue):
     result = queue.result(3)
     assert result["complete"], result["stopped"]
@@ -176,6 +179,7 @@ def test_run_3_plays_the_day_with_every_policy(queue: Queue):
     assert result["not_played"] == {}
 
 
+@pytest.mark.nightly
 def test_a_drafter_learns_while_it_serves(tmp_path: Path):
     """Run 5 of the queue will have this part; its command does not exist yet."""
     done = run_lab(

@@ -98,6 +98,7 @@ def engine(
         yield running
 
 
+@pytest.mark.nightly
 def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     engine: EngineProcess,
     draft: Path,

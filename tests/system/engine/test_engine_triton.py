@@ -9,7 +9,7 @@ from tests.support.engine import EAGLE3, MODES, EngineProcess, running_engine
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 # Few and short, because an interpreted kernel takes a few hundredths of a second.
 ARMS: list[Arm] = [(2, False), (0, False), (2, False), (0, True)]

@@ -184,7 +184,8 @@ def test_both_ends_of_the_sidecars_dependency_range_work(end: str, wheel: Path, 
     print(end, versions)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", ["lowest", "newest"])
 def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
     end: str, shim_wheel: Path, tmp_path: Path
 ):
