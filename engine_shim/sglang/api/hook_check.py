@@ -21,8 +21,18 @@ _registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
 
 
 def register_hook(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Registers a hook with SGLang and remembers it for `require_hooks`."""
+    """Registers a hook with SGLang and remembers it for `require_hooks`.
+
+    SGLang applies the hooks of a target once, and ignores later ones without a message.  If the
+    target is patched already, this hook is therefore wrapped around the applied ones here.  Raises
+    HookError for a replacement that comes so late: it would remove the hooks of other plugins.
+    """
+    is_patched = target in HookRegistry._patched
+    if is_patched and kind is HookType.REPLACE:
+        raise HookError(f"another plugin hooked {target} before this one could replace it")
     HookRegistry.register(target, hook, kind)
+    if is_patched:
+        HookRegistry._apply_target(target, [(kind, hook, None)])
     _registered[target] = (kind, hook)
 
 

@@ -80,6 +80,7 @@ USED = {
         "cls, target, hook, hook_type=HookType.AFTER, *, source=None"
     ),
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "cls",
+    "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "cls, target, hooks",
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
     "sglang.srt.arg_groups.overrides.declare_resolution": "server_args, source, **fields",
     "sglang.srt.runtime_context.attn_dp_enabled_of": "cfg",

@@ -88,3 +88,24 @@ def test_a_replacement_that_another_plugin_overrode_is_refused() -> None:
     HookRegistry.apply_hooks()
     with pytest.raises(HookError, match="another plugin"):
         hook_check.require_hooks(f"{MODULE}.function")
+
+
+def test_a_hook_is_applied_though_another_plugins_were_applied_before() -> None:
+    for target in ("function", "Original.method"):
+        HookRegistry.register(f"{MODULE}.{target}", around, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    seen: list[str] = []
+    for target in ("function", "Original.method"):
+        hook_check.after(f"{MODULE}.{target}", lambda result, *_: seen.append(result))
+    HookRegistry.apply_hooks()
+    hook_check.require_hooks(*hook_check.registered_targets())
+    assert sys.modules[MODULE].function() == "around original"
+    assert Original().method() == "around original"
+    assert seen == ["around original"] * 2
+
+
+def test_a_replacement_that_comes_after_another_plugins_hooks_is_refused() -> None:
+    HookRegistry.register(f"{MODULE}.function", around, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    with pytest.raises(HookError, match="another plugin hooked"):
+        hook_check.replace(f"{MODULE}.function", lambda: "ours")
