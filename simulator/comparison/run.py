@@ -62,7 +62,7 @@ class PolicyRun:
     decisions: str
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Returns tokens per second."""
         return self.tokens / self.seconds
 

@@ -101,7 +101,10 @@ def test_a_summary_pairs_seeds():
     seeds = run_all([one], 5, None, processes=1)[0]
     report = summarise(one, seeds)
     ours = report.policy("controller")
-    logs = [np.log(s.run("controller").rate / s.run("oracle").rate) for s in seeds]
+    logs = [
+        np.log(s.run("controller").tokens_per_second / s.run("oracle").tokens_per_second)
+        for s in seeds
+    ]
     assert ours.ratio_to_oracle == pytest.approx(np.exp(np.mean(logs)))
     assert ours.ratio_to_oracle_ci is not None
     low, high = ours.ratio_to_oracle_ci
