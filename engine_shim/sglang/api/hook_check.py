@@ -8,6 +8,7 @@ would run is never called.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_shim.common.errors import HookError
 
-_registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
+_registered: Final[dict[str, list[tuple[HookType, Callable[..., Any]]]]] = {}
 
 
 def register_hook(target: str, hook: Callable[..., Any], kind: HookType) -> None:
@@ -33,7 +34,7 @@ def register_hook(target: str, hook: Callable[..., Any], kind: HookType) -> None
     HookRegistry.register(target, hook, kind)
     if is_patched:
         HookRegistry._apply_target(target, [(kind, hook, None)])
-    _registered[target] = (kind, hook)
+    _registered.setdefault(target, []).append((kind, hook))
 
 
 around: Final = partial(register_hook, kind=HookType.AROUND)
@@ -47,7 +48,7 @@ def registered_targets() -> tuple[str, ...]:
 
 
 def require_hooks(*targets: str) -> None:
-    """Raises HookError unless each target was patched, and with this plugin's hook."""
+    """Raises HookError unless each target was patched, and with all of this plugin's hooks."""
     for target in targets:
         if target not in _registered:
             raise HookError(f"the plugin never hooked {target} in this process")
@@ -56,14 +57,28 @@ def require_hooks(*targets: str) -> None:
                 f"SGLang could not apply the plugin's hook to {target}; its log has the cause, "
                 "beginning with 'Failed to apply hooks'"
             )
-        kind, hook = _registered[target]
         in_use = pkgutil.resolve_name(target)
-        if isinstance(hook, type):
-            if in_use is not hook:
-                raise HookError(f"{target} is {in_use!r}, not the plugin's {hook.__qualname__}")
-        elif not hasattr(in_use, "__wrapped__"):
-            raise HookError(f"{target} is not wrapped by the plugin's hook")
-        if kind is HookType.REPLACE:
-            replacing = [h for k, h, _ in HookRegistry._hooks[target] if k is HookType.REPLACE]
-            if replacing[-1] != hook:
-                raise HookError(f"another plugin replaced {target} after this one")
+        for kind, hook in _registered[target]:
+            if isinstance(hook, type):
+                if in_use is not hook:
+                    raise HookError(f"{target} is {in_use!r}, not the plugin's {hook.__qualname__}")
+            elif not _is_wrapped_by(in_use, hook):
+                raise HookError(f"{target} is not wrapped by the plugin's hook")
+            if kind is HookType.REPLACE:
+                replacing = [h for k, h, _ in HookRegistry._hooks[target] if k is HookType.REPLACE]
+                if replacing[-1] != hook:
+                    raise HookError(f"another plugin replaced {target} after this one")
+
+
+def _is_wrapped_by(function: Callable[..., Any], hook: Callable[..., Any]) -> bool:
+    """Returns whether one of the wrappers around a function calls the hook.
+
+    SGLang's wrappers have the hook as a closure variable, and the function that they wrap as
+    `__wrapped__`.
+    """
+
+    def calls_hook(wrapper: Any) -> bool:
+        cells = getattr(wrapper, "__closure__", None) or ()
+        return any(cell.cell_contents is hook for cell in cells)
+
+    return calls_hook(inspect.unwrap(function, stop=calls_hook))

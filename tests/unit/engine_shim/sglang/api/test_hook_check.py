@@ -82,6 +82,28 @@ def test_a_hook_that_something_else_undid_is_refused() -> None:
         hook_check.require_hooks(f"{MODULE}.function")
 
 
+def test_a_hook_that_was_ignored_is_refused_though_another_plugins_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    HookRegistry.register(f"{MODULE}.function", lambda result: result, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(HookRegistry, "_apply_target", lambda *_: None)
+    hook_check.around(f"{MODULE}.function", around)
+    with pytest.raises(HookError, match="not wrapped by the plugin's hook"):
+        hook_check.require_hooks(f"{MODULE}.function")
+
+
+def test_each_of_several_hooks_of_one_target_is_required() -> None:
+    hook_check.after(f"{MODULE}.function", lambda result: result)
+    HookRegistry.apply_hooks()
+    applied = sys.modules[MODULE].function
+    hook_check.around(f"{MODULE}.function", around)
+    hook_check.require_hooks(f"{MODULE}.function")
+    vars(sys.modules[MODULE])["function"] = applied
+    with pytest.raises(HookError, match="not wrapped by the plugin's hook"):
+        hook_check.require_hooks(f"{MODULE}.function")
+
+
 def test_a_replacement_that_another_plugin_overrode_is_refused() -> None:
     hook_check.register_hook(f"{MODULE}.function", lambda: "ours", HookType.REPLACE)
     HookRegistry.register(f"{MODULE}.function", lambda: "theirs", HookType.REPLACE)
