@@ -285,12 +285,13 @@ class SignalWriter:
             try:
                 self._store.add(signal)
             except Exception as error:  # noqa: BLE001 - the thread must survive any signal
-                self.counters.dropped += 1
                 if self.counters.state == "ready":
                     _log.warning("training signals cannot be written: %s", error)
                 self.counters.state = f"failing: {error}"
+                # After the state: whoever reads the count finds the reason.
+                self.counters.dropped += 1
             else:
                 self.counters.state = "ready"
-                self.counters.signals += 1
                 self.counters.positions += len(signal.tokens)
+                self.counters.signals += 1
             self._queue.task_done()
