@@ -454,6 +454,8 @@ def remaining_capabilities(
 ) -> Capabilities:
     """Returns the capabilities that remain after the losses."""
     lost_kinds = {lost_capability.capability for lost_capability in lost_capabilities}
+    if not lost_kinds:
+        return capabilities
     return replace(
         capabilities,
         can_sleep=capabilities.can_sleep and Capability.SLEEP not in lost_kinds,

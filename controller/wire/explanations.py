@@ -223,7 +223,7 @@ def _arm_values(
         decision.constraints.feasible,
         int(decision.constraints.cost_buckets[row]),
     )
-    variance = relative_variance(values, decision.estimates.uncertainty, arms, bucket, chosen)
+    variance = relative_variance(values, decision.estimates.uncertainty, bucket, chosen)
     optimistic = values.tokens_per_second[:, row] * (1 + confidence_z * np.sqrt(variance))
     drift = decision.estimates.drift[:, bucket]
     tpot = values.tpot_seconds[:, row]

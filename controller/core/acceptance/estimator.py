@@ -31,9 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from controller.core.acceptance.shifts import LARGE_SHIFT, Cusum, ShiftKind
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
@@ -70,39 +67,39 @@ class AcceptanceCurve:
     prior_exposures: list[float]
     is_random_walk: bool = True
 
-    def variance(self) -> NDArray[np.float64]:
+    def variance(self) -> list[float]:
         """Returns [gamma_max], the variance of the estimate of a_k."""
-        acceptance = np.array(self.conditional)
-        evidence = np.array(self.exposures) + np.array(self.prior_exposures)
-        variance: NDArray[np.float64] = acceptance * (1 - acceptance) / evidence
-        return variance
+        positions = zip(self.conditional, self.exposures, self.prior_exposures, strict=True)
+        return [a * (1 - a) / (n + weight) for a, n, weight in positions]
 
-    def independent_components(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Splits the uncertainty of E[accepted | gamma] into independent parts.
+    def component_variances(self) -> list[float]:
+        """Returns [gamma_max], the variances of the independent parts of the estimates.
 
         Part k is the part of a_k that is independent of a_{k-1}; it also affects a_{k+1}, a_{k+2}
-        and so on, as far as these are shrunk towards a_k.  Returns [gamma_max + 1, gamma_max],
-        dE[accepted | gamma] / d part_k, and [gamma_max], the variance of part k.
+        and so on, as far as these are shrunk towards a_k.
         """
-        slopes, variance = self.sensitivity(), self.variance()
+        variances = self.variance()
         if self.is_random_walk:
-            exposures, weights = np.array(self.exposures), np.array(self.prior_exposures)
-            shrinkage = weights / (exposures + weights)
-            for k in range(len(shrinkage) - 1, 0, -1):
-                slopes[:, k - 1] += shrinkage[k] * slopes[:, k]
             # The variances of the random walk's step and of the observations.
-            innovation_share = (weights**2 / _WALK_EXPOSURES + exposures) / (exposures + weights)
-            variance[1:] *= innovation_share[1:]
-        return slopes, variance
+            for k in range(1, len(variances)):
+                n, weight = self.exposures[k], self.prior_exposures[k]
+                variances[k] *= (weight**2 / _WALK_EXPOSURES + n) / (n + weight)
+        return variances
 
-    def sensitivity(self) -> NDArray[np.float64]:
-        """Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] / da_k.
+    def component_slopes(self, gamma: int) -> list[float]:
+        """Returns [gamma_max], dE[accepted | gamma] / d part_k; parts as `component_variances`.
 
-        It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later positions.
+        dE[accepted | gamma] / da_k is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later
+        positions.  A part that moves a_k moves a_{k+1} by the weight w_{k+1} / (n_{k+1} + w_{k+1}).
         """
-        expected = np.array(self.expected_accepted)
-        tail = np.maximum(expected[:, None] - expected[None, :-1], 0.0)
-        slopes: NDArray[np.float64] = tail / np.maximum(np.array(self.conditional), 1e-6)
+        slopes, expected = [0.0] * len(self.conditional), self.expected_accepted
+        exposures, weights = self.exposures, self.prior_exposures
+        slope = shrinkage = 0.0
+        for k in range(gamma - 1, -1, -1):
+            direct_slope = (expected[gamma] - expected[k]) / max(self.conditional[k], 1e-6)
+            slopes[k] = slope = direct_slope + shrinkage * slope
+            if self.is_random_walk:
+                shrinkage = weights[k] / (exposures[k] + weights[k])
         return slopes
 
 

@@ -183,6 +183,8 @@ class MixtureEstimators:
 
         curves: of all traffic, by drafter.
         """
+        if not self._estimators:
+            return ()
         rules = tuple(
             rule for estimator in self._estimators.values() for rule in estimator.rules(curves)
         )

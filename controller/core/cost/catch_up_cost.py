@@ -201,16 +201,20 @@ class CatchUpEstimator:
     def seconds_by_batch(
         self, sizes: NDArray[np.float64], context_tokens: NDArray[np.float64]
     ) -> Mapping[str, NDArray[np.float64]]:
-        """Returns the same, [buckets], if the next step has another batch size.
+        """Returns the same, [buckets], of the drafters that have missed tokens.
 
+        It is the price of the next step if that has another batch size.
         sizes, context_tokens: [buckets], sequences, and tokens per sequence.  The next batch may
         still contain the present requests, so the longer of the two contexts counts.
         """
+        missed_by_drafter = {
+            name: tokens for name, tokens in self._backlog.missed_tokens.items() if tokens
+        }
+        if not missed_by_drafter:
+            return {}
         batch_tokens = sizes * np.maximum(context_tokens, self._kv_tokens / self._batch_size)
         return {
             name: self._fixed_seconds
             + self._seconds_per_token * np.minimum(missed_tokens, batch_tokens)
-            if missed_tokens
-            else np.zeros(len(sizes))
-            for name, missed_tokens in self._backlog.missed_tokens.items()
+            for name, missed_tokens in missed_by_drafter.items()
         }

@@ -30,8 +30,8 @@ class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets], step costs including the mean cost of prompts, and the factors
-    by which live steps changed the table.  catch_up_seconds: by drafter, [buckets] seconds;
-    catch_up_price: of any wake-up.  context_tokens: [buckets], tokens per sequence.
+    by which live steps changed the table.  catch_up_seconds: by drafter that has
+    missed tokens, [buckets] seconds; catch_up_price: of any wake-up.  context_tokens: [buckets], tokens per sequence.
     switch_seconds: of any change of arm. profile_id, prior: the source of the costs; one of them is
     "".
     """
@@ -191,20 +191,29 @@ def _bound_text(state: BoundState | None) -> str:
     return f"{text}, which no choice keeps here; {kept_text}"
 
 
-def plan_reason(
+def plan_reason(row_reason: Reason, prior: str, probe: Probe | None) -> Reason:
+    """Returns a plan's reason.
+
+    row_reason: of the row of the last batch.  prior, probe: as in `describe_decision`.
+    """
+    if probe:
+        return Reason.PROBE
+    return Reason.PROFILE_MISSING if prior and row_reason is not Reason.OVERRIDE else row_reason
+
+
+def describe_decision(
     decision: Decision,
     arms: Sequence[Arm],
     batch_size: int,
     chosen: int,
-    reason: Reason,
     prior: str,
     probe: Probe | None,
     probe_purpose: str,
-) -> tuple[Reason, str]:
-    """Returns a plan's reason, and one line of text about it.
+) -> str:
+    """Returns one line of text about a plan.
 
-    batch_size: the last reported one.  chosen, reason: the arm (by index) for it, and its reason.
-    prior: the source of the costs without a profile, otherwise "".  probe_purpose: of the probe.
+    batch_size: the last reported one.  chosen: the arm (by index) for it.  prior: the source of the
+    costs without a profile, otherwise "".  probe: the running one; probe_purpose: its purpose.
     """
     constraints, arm = decision.constraints, arms[chosen]
     active_row = constraints.row_of(batch_size)
@@ -238,7 +247,5 @@ def plan_reason(
         detail += f"; costs from a {prior} prior, no profile loaded"
     if probe:
         probe_text = f"{probe.arm.drafter} gamma {probe.arm.gamma}"
-        return Reason.PROBE, f"{detail}; {probe.steps} steps of {probe_text} {probe_purpose}"
-    if prior and reason is not Reason.OVERRIDE:
-        return Reason.PROFILE_MISSING, detail
-    return reason, detail
+        return f"{detail}; {probe.steps} steps of {probe_text} {probe_purpose}"
+    return detail

@@ -26,7 +26,7 @@ from controller.core.cost.live_estimates import ContextByBatch, PrefillPrice, Sw
 from controller.core.cost.model import CostModel
 from controller.core.cost.profile import Profile
 from controller.core.cost.table import select_prior
-from controller.core.engine.decision import Decision, Estimates, plan_reason
+from controller.core.engine.decision import Decision, Estimates, describe_decision, plan_reason
 from controller.core.engine.prediction_audit import PredictionAudit
 from controller.core.engine_spec import (
     Arm,
@@ -58,7 +58,7 @@ from controller.core.planning.plan_table import (
     rows_for_probe,
 )
 from controller.core.planning.planner import Values
-from controller.core.planning.value_uncertainty import compute_discounts
+from controller.core.planning.value_uncertainty import DiscountRule
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -135,6 +135,7 @@ class EngineController:
         self._prefill_price = PrefillPrice()
         self._loss_account = LossAccount(self.arms)
         self._planner = make_planner(self.arms, self._buckets, settings)
+        self._discount_rule = DiscountRule(self.arms)
         # The overrides for this engine, at any batch size.
         self.overrides = overrides_for_engine(overrides, spec)
         self._set_planner_rows()
@@ -165,7 +166,7 @@ class EngineController:
         self.decision: Decision
         self._plan: Plan
         now = clock.now()
-        self._issue_plan(*self._decide_rows(now), now)
+        self._issue_plan(*self._decide_rows(now), self._describe_decision(), now)
 
     def _make_cost_model(self, profile: Profile | None) -> CostModel:
         padded = bool(self.spec.fingerprint.graph_batch_sizes)
@@ -349,7 +350,7 @@ class EngineController:
         if not self.is_plan_due(now):
             return None
         is_lease_half_gone = self._is_lease_half_gone(now)
-        rows, reason, detail = self._decide_rows(now)
+        rows, reason = self._decide_rows(now)
         constraints = self._constraints
         previous_plan, current_state = (
             self._plan,
@@ -368,7 +369,7 @@ class EngineController:
             if not is_lease_half_gone:
                 return None
             reason = Reason.LEASE if reason is Reason.EXPLOIT else reason
-        return self._issue_plan(rows, reason, detail, now)
+        return self._issue_plan(rows, reason, self._describe_decision(), now)
 
     def is_plan_due(self, now: float) -> bool:
         """Returns whether `next_plan` would make a (slow) decision at this time."""
@@ -410,7 +411,7 @@ class EngineController:
         self._forced_arm = arm
         self.explorer.cancel()
         now = self._clock.now()
-        return self._issue_plan(*self._decide_rows(now), now)
+        return self._issue_plan(*self._decide_rows(now), self._describe_decision(), now)
 
     def make_last_plan(self, lease_seconds: float) -> Plan:
         """Issues a final plan with a long lease, for an engine that will lose its sidecar.
@@ -483,7 +484,7 @@ class EngineController:
         values = estimates.values_for_rows(self.arms, self._bucket_sizes, self._constraints)
         return Decision(estimates, values, self._constraints, self.overrides, self.reports)
 
-    def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
+    def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason]:
         """Updates the estimates from the reports since the last decision, and decides."""
         self._evaluated_at, self._reports_at_evaluation = now, self.reports
         self.cost_model.commit()
@@ -494,22 +495,21 @@ class EngineController:
         )
         if self._forced_arm is not None:
             self._row_inputs = None
-            detail = f"measuring {self._forced_arm.drafter} at gamma {self._forced_arm.gamma}"
             rows = make_forced_rows(
                 self.spec, self._constraints.upper_batch_sizes, self.arms, self._forced_arm
             )
-            return rows, Reason.PROFILING, detail
+            return rows, Reason.PROFILING
         values, shift_probabilities, constraints = (
             decision.values,
             self.traffic.shift_probabilities,
             decision.constraints,
         )
         uncertainty = decision.estimates.uncertainty
-        proven = self._planner.update_proven(uncertainty.arms_that_ran())
+        proven = self._planner.update_proven(uncertainty)
         factors = None
         if self._planner.uses_discounts:
-            factors = compute_discounts(
-                values, uncertainty, self.arms, constraints.cost_buckets, proven
+            factors = self._discount_rule.discounts(
+                values, uncertainty, constraints.cost_buckets, proven
             )
         self._loss_account.commit(values, constraints, shift_probabilities)
         choices = self._planner.update(
@@ -532,20 +532,32 @@ class EngineController:
         if constraints.override_regime is None and self.reports:
             feasible = None if constraints.feasible is None else constraints.feasible[:, active_row]
             self.updates.update(values, active_row, self.last_batch_size, feasible)
+        rows = self._make_rows(choices)
+        return rows, plan_reason(
+            self._planner.reasons[active_row], self.cost_model.prior, self._probe
+        )
+
+    @property
+    def _probe(self) -> Probe | None:
+        """The running probe."""
         running_probe = self.explorer.running_probe
-        rows = self._make_rows(choices, running_probe)
-        chosen_arm, prior = choices[active_row], "" if self.profile_id else self.cost_model.prior
-        return rows, *plan_reason(
-            decision, self.arms, self.last_batch_size, chosen_arm,
-            self._planner.reasons[active_row], prior,
-            running_probe[1] if running_probe else None, self.explorer.purpose,
+        return running_probe[1] if running_probe else None
+
+    def _describe_decision(self) -> str:
+        """Describes the last decision as text."""
+        if self._forced_arm is not None:
+            return f"measuring {self._forced_arm.drafter} at gamma {self._forced_arm.gamma}"
+        assert self._planner.choice is not None
+        active_row = self._constraints.row_of(self.last_batch_size)
+        return describe_decision(
+            self.decision, self.arms, self.last_batch_size, self._planner.choice[active_row],
+            self.cost_model.prior, self._probe, self.explorer.purpose,
         )  # fmt: skip
 
-    def _make_rows(
-        self, choices: Sequence[int], running_probe: tuple[int, Probe] | None
-    ) -> tuple[PlanRow, ...]:
+    def _make_rows(self, choices: Sequence[int]) -> tuple[PlanRow, ...]:
         """Returns the rows, and reuses those of the last plan that have not changed."""
         constraints, shared_probe = self._constraints, None
+        running_probe = self.explorer.running_probe
         if running_probe is not None:
             row, probe = running_probe
             feasible_rows = (

@@ -141,6 +141,7 @@ class Explorer:
     def __init__(self, arms: Sequence[Arm], settings: PlannerSettings, draft_lag: int = 0) -> None:
         self._draft_lag = draft_lag
         self._arms = tuple(arms)
+        self._off_arms = [i for i, arm in enumerate(arms) if arm.gamma == 0]
         self._settings = settings
         self._credit_seconds = settings.probe_credit_start_seconds
         # Steps that probes for doubt may take now.
@@ -297,28 +298,23 @@ class Explorer:
         off_arm = self._gamma_zero_check_arm(situation)
         if off_arm is not None:
             return off_arm, _OFF_CHECK_STEPS
-        row_values = situation.values.tokens_per_second[:, situation.row]
-        relative_gain = row_values / row_values[situation.current_arm] - 1
         if self._reports >= self._next_review_report:
             self._next_review_report = self._reports + _REVIEW_EVERY_REPORTS
             # The first step may include a catch-up: the second one shows the cost.
             steps = max(2, self._exposure_steps(situation.batch_size))
             # Without a profile all costs are unknown, and only the lost time is limited.
             if situation.uncertainty.is_unprofiled or steps <= self._step_credit:
-                best_arm = self._most_informative_arm(situation, steps, relative_gain)
+                best_arm = self._most_informative_arm(situation, steps)
                 if best_arm is not None:
                     is_new = not situation.uncertainty.has_run[best_arm, situation.cost_bucket]
                     # The first probe only measures the cost, for which 2 steps are enough.
                     return best_arm, 2 if situation.uncertainty.is_unprofiled and is_new else steps
-        return self._choose_probe_from_gamma_zero(situation, relative_gain)
+        return self._choose_probe_from_gamma_zero(situation)
 
     def _choose_probe_from_gamma_zero(
-        self, situation: ProbeSituation, relative_gain: NDArray[np.float64]
+        self, situation: ProbeSituation
     ) -> tuple[int, int] | None:
-        """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable.
-
-        relative_gain: [arms], relative gain of each arm's value over the current arm's.
-        """
+        """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable."""
         observation_cost, values, row = situation.observation_cost, situation.values, situation.row
         if observation_cost is None or self._arms[situation.current_arm].gamma:
             return None
@@ -331,7 +327,9 @@ class Explorer:
         )
         if situation.feasible is not None and not situation.feasible[arm]:
             return None
-        lost_seconds = steps * max(-float(relative_gain[arm]), 0.0) * values.costs.seconds[arm, row]
+        tokens_per_second = values.tokens_per_second[:, row]
+        loss = max(1 - tokens_per_second[arm] / tokens_per_second[situation.current_arm], 0.0)
+        lost_seconds = steps * loss * values.costs.seconds[arm, row]
         if lost_seconds + values.catch_up_seconds[arm, row] > self._credit_seconds:
             return None
         self._probes_from_gamma_zero += 1
@@ -343,13 +341,13 @@ class Explorer:
         The loss is that against gamma = 0, in a bad case.
         """
         values, row = situation.values, situation.row
-        off_arms = [i for i, candidate in enumerate(self._arms) if candidate.gamma == 0]
+        off_arms = self._off_arms
         if not off_arms or self._arms[arm].gamma == 0:
             return steps
         seconds = values.costs.seconds[:, row]
         plain_seconds = float(seconds[off_arms].min())
         log_variance = relative_variance(
-            values, situation.uncertainty, self._arms, situation.cost_bucket, situation.current_arm
+            values, situation.uncertainty, situation.cost_bucket, situation.current_arm
         )
         pessimistic_tokens = float(
             (1 + values.expected_accepted[arm, row]) * np.exp(-2 * np.sqrt(log_variance[arm]))
@@ -371,45 +369,50 @@ class Explorer:
         if self._reports - self._last_remeasured_report < _REMEASURE_EVERY_REPORTS:
             return None
         values, row, current_arm = situation.values, situation.row, situation.current_arm
-        drift = situation.uncertainty.drift[:, situation.cost_bucket]
-        drift = drift / drift[current_arm]
-        is_due = situation.uncertainty.stale_arms(situation.cost_bucket) & (
-            drift >= _REMEASURE_DRIFT
-        )
-        if situation.feasible is not None:
-            is_due &= situation.feasible
-        gain = (
-            values.tokens_per_second[:, row] * drift / values.tokens_per_second[current_arm, row]
-            - 1
-        )
-        gain[~is_due] = 0.0
-        best_arm = int(gain.argmax())
-        return best_arm if gain[best_arm] > self._settings.switch_margin else None
+        drift: list[float] = situation.uncertainty.drift[:, situation.cost_bucket].tolist()
+        # The drifts of costs that are high enough to be measured again.
+        min_drift = _REMEASURE_DRIFT * drift[current_arm]
+        drifted_arms = [arm for arm, factor in enumerate(drift) if factor >= min_drift]
+        if not drifted_arms:
+            return None
+        is_stale = situation.uncertainty.stale_arms(situation.cost_bucket)
+        tokens_per_second = values.tokens_per_second[:, row]
+        best_arm, best_gain = None, self._settings.switch_margin
+        for arm in drifted_arms:
+            if not is_stale[arm] or (situation.feasible is not None and not situation.feasible[arm]):
+                continue
+            relative_drift = drift[arm] / drift[current_arm]
+            gain = tokens_per_second[arm] * relative_drift / tokens_per_second[current_arm] - 1
+            if gain > best_gain:
+                best_arm, best_gain = arm, gain
+        return best_arm
 
     def _gamma_zero_check_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm with gamma = 0 if a check is due and the last one is paid back."""
         if self._arms[situation.current_arm].gamma == 0:
             return None
-        seconds, value = (
-            situation.values.costs.seconds[:, situation.row],
-            situation.values.tokens_per_second[:, situation.row],
+        seconds, value, row = (
+            situation.values.costs.seconds,
+            situation.values.tokens_per_second,
+            situation.row,
         )
-        for i, arm in enumerate(self._arms):
-            if arm.gamma == 0 and (situation.feasible is None or situation.feasible[i]):
-                gain = float(value[situation.current_arm] / value[i])
+        for arm in self._off_arms:
+            if situation.feasible is None or situation.feasible[arm]:
+                gain = value.item(situation.current_arm, row) / value.item(arm, row)
                 is_due = situation.uncertainty.is_off_due(situation.cost_bucket, gain)
-                is_affordable = self._credit_seconds + _OFF_CHECK_STEPS * seconds[i] >= 0
-                return i if is_due and is_affordable else None
+                check_seconds = _OFF_CHECK_STEPS * seconds.item(arm, row)
+                return arm if is_due and self._credit_seconds + check_seconds >= 0 else None
         return None
 
     def _exposure_steps(self, batch_size: int) -> int:
         needed_steps = math.ceil(self._settings.probe_exposures / batch_size)
         return max(1, min(self._settings.probe_steps_max, needed_steps))
 
-    def _most_informative_arm(
-        self, situation: ProbeSituation, steps: int, relative_gain: NDArray[np.float64]
-    ) -> int | None:
+    def _most_informative_arm(self, situation: ProbeSituation, steps: int) -> int | None:
         values, current_arm = situation.values, situation.current_arm
+        tokens_per_second = values.tokens_per_second[:, situation.row]
+        # [arms], of each arm's value over the current arm's.
+        relative_gain = tokens_per_second / tokens_per_second[current_arm] - 1
         seconds = values.costs.seconds[:, situation.row]
         fixed_seconds = values.catch_up_seconds[:, situation.row] + 2 * values.switch_seconds
         loss = np.maximum(-relative_gain, 0.0) + fixed_seconds / (steps * seconds)
@@ -417,7 +420,6 @@ class Explorer:
             relative_variance(
                 values,
                 situation.uncertainty,
-                self._arms,
                 situation.cost_bucket,
                 current_arm,
                 only_unobserved=True,

@@ -29,7 +29,6 @@ from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import RowConstraints
 from controller.core.planning.planner import LossLimits, Values
-from controller.core.planning.value_uncertainty import AcceptanceUncertainty
 from controller.core.recorded_state import recorded
 
 # In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
@@ -94,7 +93,7 @@ class LossAccount:
             self.loss_budget_steps, _WAKE_UP_SHARE * self._steps_since_wake_up - self.debt_steps
         )
         wake_up_steps: float | NDArray[np.float64] = budget_steps + _GAIN_SHARE * self._gained_steps
-        if self._off_arms and values.catch_up_seconds.any():
+        if self._off_arms and values.has_wake_up_cost:
             plain_seconds = values.costs.seconds[self._off_arms].min(axis=0)
             wake_up_seconds = values.catch_up_seconds + values.switch_seconds
             if np.count_nonzero(wake_up_seconds > wake_up_steps * plain_seconds):
@@ -168,6 +167,6 @@ class LossAccount:
 
     def _caution_factors(self, values: Values) -> NDArray[np.float64]:
         """Returns [arms], factors of caution on the expected tokens."""
-        log_variance = AcceptanceUncertainty(values.traffic, self._arms).variance(self._off_arms[0])
+        log_variance = values.acceptance_uncertainty.variance(self._off_arms[0])
         factors: NDArray[np.float64] = np.exp(-np.sqrt(log_variance))
         return factors

@@ -14,14 +14,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.acceptance.traffic_estimator import TrafficCurves
+from controller.core.acceptance.uncertainty import AcceptanceUncertainty
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
+from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
 from controller.core.planning.observation_cost import ObservationCost, ObservationPricer
@@ -34,16 +37,17 @@ from controller.core.step_report import StepReport
 _EXCLUDED_FACTOR = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Values:
     """Holds all inputs of the choice.
 
-    traffic: the acceptance curves.  expected_accepted: [arms, buckets], expected accepted draft
+    arms: of the engine.  traffic: the acceptance curves.  expected_accepted: [arms, buckets], expected accepted draft
     tokens. catch_up_seconds: [arms, buckets], seconds that the arm's drafter first needs to catch
     up. switch_seconds: cost of any change of arm.  costs: of a step, by arm and bucket.
     catch_up_price: see `CatchUpPrice`.  tokens_per_second: [arms, buckets], of the whole batch.
     """
 
+    arms: Sequence[Arm]
     traffic: TrafficCurves
     expected_accepted: NDArray[np.float64]
     costs: Costs
@@ -51,6 +55,16 @@ class Values:
     catch_up_price: CatchUpPrice
     tokens_per_second: NDArray[np.float64]
     switch_seconds: float = 0.0
+
+    @cached_property
+    def acceptance_uncertainty(self) -> AcceptanceUncertainty:
+        """How uncertain the expected tokens are; computed when a decision first needs it."""
+        return AcceptanceUncertainty(self.traffic, self.arms)
+
+    @cached_property
+    def has_wake_up_cost(self) -> bool:
+        """Whether any drafter has to catch up before it can draft."""
+        return np.count_nonzero(self.catch_up_seconds) > 0
 
     @property
     def tpot_seconds(self) -> NDArray[np.float64]:
@@ -69,14 +83,16 @@ def evaluate_arms(
 ) -> Values:
     """Computes the values of all arms at all buckets.
 
-    catch_up_by_drafter: [buckets] seconds of each drafter.
+    catch_up_by_drafter: [buckets] seconds of each drafter that has missed tokens.
     """
     expected_accepted = traffic.expected_accepted(arms, sizes)
     catch_up_seconds = np.zeros(expected_accepted.shape)
-    for i, arm in enumerate(arms):
-        if arm.gamma:
-            catch_up_seconds[i] = catch_up_by_drafter[arm.drafter]
+    if catch_up_by_drafter:
+        for i, arm in enumerate(arms):
+            if arm.gamma and arm.drafter in catch_up_by_drafter:
+                catch_up_seconds[i] = catch_up_by_drafter[arm.drafter]
     return Values(
+        arms,
         traffic,
         expected_accepted,
         costs,
@@ -124,6 +140,7 @@ class Planner:
         self.buckets = tuple(buckets)
         self._settings = settings
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
+        self._off_arms = {i for i, arm in enumerate(arms) if arm.gamma == 0}
         self._observation_pricer = ObservationPricer(
             arms, np.asarray(buckets, dtype=np.float64), settings
         )
@@ -170,15 +187,16 @@ class Planner:
     def observe(self, report: StepReport) -> None:
         """Ignores the report; this rule needs only the estimates."""
 
-    def update_proven(self, was_run: NDArray[np.bool_]) -> Sequence[int | None]:
+    def update_proven(self, uncertainty: CostUncertainty) -> Sequence[int | None]:
         """Returns the newest choice of each bucket that has run, by arm index, or None.
 
-        was_run: [arms], whether a step has run with the arm in any batch.
+        uncertainty: shows whether a step has run with an arm in any batch.
         """
-        if self.choice is not None:
-            has_run_list, pairs = was_run.tolist(), zip(self.choice, self.proven, strict=True)
+        if self.choice is not None and self.choice != self.proven:
+            has_run = uncertainty.arms_that_ran().tolist()
             self.proven = [
-                chosen if has_run_list[chosen] else previous for chosen, previous in pairs
+                chosen if has_run[chosen] else previous
+                for chosen, previous in zip(self.choice, self.proven, strict=True)
             ]
         return self.proven
 
@@ -197,9 +215,10 @@ class Planner:
         if discounts is not None:
             value = value * discounts
         unpriced_value, is_within_bounds = value, self._arms_within_bounds(values, discounts)
-        if self._is_off[
-            apply_bounds(unpriced_value, unpriced_value, is_within_bounds).argmax(axis=0)
-        ].any():
+        best_arms: list[int] = (
+            apply_bounds(unpriced_value, unpriced_value, is_within_bounds).argmax(axis=0).tolist()
+        )
+        if not self._off_arms.isdisjoint(best_arms):
             self.observation_cost = self._observation_pricer.price_observation(
                 self._probe_values(value, is_within_bounds),
                 values.costs.seconds,
@@ -218,7 +237,8 @@ class Planner:
             value = _mask_excluded(self._allowed_arms, value)
         if is_within_bounds is not None:
             value = self._apply_bounds(value, unpriced_value, is_within_bounds)
-        best_arms: list[int] = value.argmax(axis=0).tolist()
+        if value is not unpriced_value:
+            best_arms = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best_arms
             return self.choice
@@ -251,7 +271,7 @@ class Planner:
 
     def _affordable_arms(self, values: Values, limits: LossLimits) -> NDArray[np.bool_] | None:
         """Marks [arms, buckets] whose drafter is awake or may be woken now; None for all."""
-        if not values.catch_up_seconds.any() or not self._is_off.any():
+        if not values.has_wake_up_cost or not self._off_arms:
             return None
         wake_up_seconds = np.where(
             values.catch_up_seconds > 0, values.catch_up_seconds + values.switch_seconds, 0.0
