@@ -86,21 +86,27 @@ class AcceptanceCurve:
                 variances[k] *= (weight**2 / _WALK_EXPOSURES + n) / (n + weight)
         return variances
 
-    def component_slopes(self, gamma: int) -> list[float]:
-        """Returns [gamma_max], dE[accepted | gamma] / d part_k; parts as `component_variances`.
+    def component_slopes(self) -> list[list[float]]:
+        """Returns [gamma_max + 1, gamma_max], d log(1 + E[accepted | gamma]) / d part_k.
 
-        dE[accepted | gamma] / da_k is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later
-        positions.  A part that moves a_k moves a_{k+1} by the weight w_{k+1} / (n_{k+1} + w_{k+1}).
+        Parts are those of `component_variances`.  dE[accepted | gamma] / da_k is
+        (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later positions.  A part that moves
+        a_k moves a_{k+1} by the weight w_{k+1} / (n_{k+1} + w_{k+1}).
         """
-        slopes, expected = [0.0] * len(self.conditional), self.expected_accepted
-        exposures, weights = self.exposures, self.prior_exposures
-        slope = shrinkage = 0.0
-        for k in range(gamma - 1, -1, -1):
-            direct_slope = (expected[gamma] - expected[k]) / max(self.conditional[k], 1e-6)
-            slopes[k] = slope = direct_slope + shrinkage * slope
-            if self.is_random_walk:
-                shrinkage = weights[k] / (exposures[k] + weights[k])
-        return slopes
+        acceptance = [max(a, 1e-6) for a in self.conditional]
+        # Of a position's value in the next position's estimate.
+        shares = [0.0] * len(acceptance)
+        if self.is_random_walk:
+            evidence = zip(self.exposures[1:], self.prior_exposures[1:], strict=True)
+            shares[:-1] = [weight / (n + weight) for n, weight in evidence]
+        expected_accepted, slopes_by_gamma = self.expected_accepted, []
+        for gamma, expected in enumerate(expected_accepted):
+            slopes, slope, tokens = [0.0] * len(acceptance), 0.0, 1 + expected
+            for k in range(gamma - 1, -1, -1):
+                slope = (expected - expected_accepted[k]) / acceptance[k] + shares[k] * slope
+                slopes[k] = slope / tokens
+            slopes_by_gamma.append(slopes)
+        return slopes_by_gamma
 
 
 @recorded(

@@ -74,7 +74,9 @@ class TrafficCurves:
             )
             if self.undrafted_share:
                 accepted *= 1 - self.undrafted_share
-            return np.repeat(accepted[:, None], len(batch_sizes), axis=1)
+            accepted_by_row = np.empty((len(arms), len(batch_sizes)))
+            accepted_by_row[:] = accepted[:, None]
+            return accepted_by_row
         octaves = octaves_of(batch_sizes)
         # The row of the last batch may end in the next octave.
         row = int(batch_sizes.searchsorted(self.batch_size))

@@ -76,15 +76,18 @@ class ContextByBatch:
 
     def by_bucket(self) -> NDArray[np.float64]:
         """Returns [buckets], tokens per sequence."""
-        means = np.array(self._means)
+        # [weights and totals, buckets]
+        sums = np.array([self._weights, self._means])
         if self._steps == 0:
-            return means
+            return sums[1]
         idle_steps = self._steps - np.array(self._last_steps)
-        weights = np.array(self._weights) * np.exp(idle_steps / -_FADE_STEPS)
-        totals = weights * means
+        sums[0] *= np.exp(idle_steps / -_FADE_STEPS)
+        sums[1] *= sums[0]
+        weights, totals = sums
         # Where no near bucket has steps, the overall mean is used.
-        neighbour_means = (self._nearness @ totals + _OVERALL_WEIGHT * self.mean_tokens) / (
-            self._nearness @ weights + _OVERALL_WEIGHT
+        near_weights, near_totals = sums @ self._nearness
+        neighbour_means = (near_totals + _OVERALL_WEIGHT * self.mean_tokens) / (
+            near_weights + _OVERALL_WEIGHT
         )
         context_tokens: NDArray[np.float64] = (totals + _NEIGHBOUR_WEIGHT * neighbour_means) / (
             weights + _NEIGHBOUR_WEIGHT

@@ -412,7 +412,7 @@ class CostModel:
         """
         # The costs must be in order at this context, not only at the context of past steps.
         seconds = self._table.seconds(kv_tokens_per_sequence) * self._factors
-        has_one_context = np.ndim(kv_tokens_per_sequence) == 0
+        has_one_context = not isinstance(kv_tokens_per_sequence, np.ndarray)
         return Costs(
             self._order.lower_to_order(seconds, over_batches=has_one_context), self._extrapolated
         )

@@ -143,7 +143,7 @@ class CostUncertainty:
         buckets, current: [rows], the bucket and the arm (by index) of each.
         """
         rows = np.arange(len(buckets))
-        phi = self.features[:, :, buckets]
+        phi = self.features.take(buckets, axis=2)
         feature_difference = phi - phi[:, None, current, rows]
         # `tensordot` is this product, and takes three times as long for tables of this size.
         propagated = np.dot(
@@ -198,8 +198,10 @@ class CostUncertainty:
 
     def _decayed_evidence(self, buckets: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [arms, rows] of these buckets, the evidence faded by the steps since then."""
-        idle_steps = self.current_step - self.last_steps[:, buckets]
-        evidence: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle_steps / -IDLE_STEPS)
+        idle_steps = self.current_step - self.last_steps.take(buckets, axis=1)
+        evidence: NDArray[np.float64] = self.evidence.take(buckets, axis=1) * np.exp(
+            idle_steps / -IDLE_STEPS
+        )
         return evidence
 
 

@@ -259,9 +259,7 @@ class Planner:
         for j, (best_arm, current_arm) in enumerate(zip(best_arms, self.choice, strict=True)):
             if best_arm == current_arm and (is_affordable is None or is_affordable[current_arm, j]):
                 continue
-            new_arm = self._best_worthwhile_arm(
-                value[:, j].tolist(), current_arm, j, values, limits
-            )
+            new_arm = self._best_worthwhile_arm(value[:, j].tolist(), current_arm, j, values, limits)
             if new_arm != current_arm:
                 self.choice[j] = new_arm
                 self.switches += 1
@@ -291,13 +289,17 @@ class Planner:
         value: [arms], values of the row's arms; the arm is chosen by them.
         """
         current_value = max(value[current_arm], 1e-12)
+        if not limits.ignores_observation_cost and (
+            max(value) / current_value - 1 <= self._settings.switch_margin
+        ):
+            return current_arm
         for arm in sorted(range(len(value)), key=value.__getitem__, reverse=True):
             gain = value[arm] / current_value - 1
             if arm == current_arm or gain <= 0:
                 return current_arm
             if limits.ignores_observation_cost:
                 # More than half of what may be lost is used up: gamma = 0 needs no margin.
-                if self._is_off[arm]:
+                if arm in self._off_arms:
                     return arm
             elif gain <= self._settings.switch_margin:
                 # The remaining arms gain less.
