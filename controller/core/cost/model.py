@@ -427,7 +427,6 @@ class CostModel:
             self.steps,
             *self._variances(),
             self._disagreement.copy(),
-            self._is_off,
             self._is_near,
             self._order,
             bool(self.prior),

@@ -38,17 +38,15 @@ class CostOrder:
     A step at gamma = 0 is the target's pass alone, and every other step contains that pass.  So the
     gain of an arm over plain decoding, (1 + E) C(0) / C(gamma), never exceeds its acceptance
     length.  Tables are [arms, buckets] with ascending buckets.
+
+    off_arms, drafting_arms: arms by index, with gamma = 0 and above.
     """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         drafters = dict.fromkeys(arm.drafter for arm in arms)
-        self._off_arms = np.array(
-            [i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64
-        )
+        self.off_arms = [i for i, arm in enumerate(arms) if arm.gamma == 0]
+        self.drafting_arms = [i for i, arm in enumerate(arms) if arm.gamma]
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
-        self._drafting_arms = np.array(
-            [i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64
-        )
         # For each drafter, its arms by ascending draft length.
         self._chains = [
             np.array(
@@ -65,7 +63,7 @@ class CostOrder:
         shortest_drafts = [
             next((i for i in chain if arms[i].gamma), None) for chain in self._chains
         ]
-        pairs += [(a, b) for a in self._off_arms for b in shortest_drafts if b is not None]
+        pairs += [(a, b) for a in self.off_arms for b in shortest_drafts if b is not None]
         self._cheaper_arms, self._costlier_arms = (
             np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         )
@@ -109,9 +107,9 @@ class CostOrder:
         for chain in self._chains:
             longest_first = chain[::-1]
             ordered[longest_first] = np.minimum.accumulate(table[longest_first], axis=0)
-        if len(self._off_arms) and len(self._drafting_arms):
-            cheapest_drafting = ordered[self._drafting_arms].min(axis=0)
-            ordered[self._off_arms] = np.minimum(ordered[self._off_arms], cheapest_drafting)
+        if self.off_arms and self.drafting_arms:
+            cheapest_drafting = ordered[self.drafting_arms].min(axis=0)
+            ordered[self.off_arms] = np.minimum(ordered[self.off_arms], cheapest_drafting)
         return ordered
 
     def restore_order(

@@ -102,8 +102,8 @@ class CostUncertainty:
     [arms, buckets], steps of each cell when it was updated last; last_steps: the step of that
     update, 0: never; current_step: the present step.  cell_prior_variance: prior variance of a
     single cell's correction; step_variance: variance of one step.  disagreement: [buckets] error of
-    the estimates (log seconds) found since gamma = 0 ran.  is_off: [arms], those with gamma = 0.
-    is_near: [buckets, buckets], which are at similar batch sizes.  is_unprofiled: there is no
+    the estimates (log seconds) found since gamma = 0 ran.  is_near: [buckets, buckets], which are
+    at similar batch sizes.  is_unprofiled: there is no
     profile.  drift: [arms, buckets], factors by which live steps changed the table.
     """
 
@@ -115,7 +115,6 @@ class CostUncertainty:
     cell_prior_variance: float
     step_variance: float
     disagreement: NDArray[np.float64]
-    is_off: NDArray[np.bool_]
     is_near: NDArray[np.bool_]
     order: CostOrder
     is_unprofiled: bool
@@ -128,7 +127,7 @@ class CostUncertainty:
 
     def arms_that_ran(self) -> NDArray[np.bool_]:
         """Returns [arms], which have run in any bucket."""
-        has_run_anywhere: NDArray[np.bool_] = np.any(self.has_run, axis=1)
+        has_run_anywhere: NDArray[np.bool_] = self.last_steps.max(axis=1) > 0
         return has_run_anywhere
 
     def relative_variance(self, bucket: int, current: int) -> NDArray[np.float64]:
@@ -167,12 +166,15 @@ class CostUncertainty:
 
         gain: estimated value of the current arm over that of gamma = 0, as a ratio.
         """
-        if self.disagreement[bucket] > DISAGREEMENT_MAX:
+        if self.disagreement.item(bucket) > DISAGREEMENT_MAX:
             return True
-        if self.last_steps[self.is_off, bucket].any():
+        last_steps, off_arms = self.last_steps, self.order.off_arms
+        if any([last_steps.item(arm, bucket) for arm in off_arms]):
             return False
-        is_settled = gain < _CLEAR_GAIN and self.evidence[:, bucket].sum() >= _STEPS_SETTLED
-        return is_settled or not bool(self.last_steps[self.is_off][:, self.is_near[bucket]].any())
+        if gain < _CLEAR_GAIN and self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
+            return True
+        near_steps = last_steps[:, self.is_near[bucket]]
+        return not any([np.count_nonzero(near_steps[arm]) for arm in off_arms])
 
     def stale_arms(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] whose cost was last measured at least `STALE_STEPS` ago.
@@ -182,7 +184,7 @@ class CostUncertainty:
         """
         nearby = self.last_steps[:, self.is_near[bucket]].max(axis=1)
         last_step = np.where(nearby > 0, nearby, self.last_steps.max(axis=1))
-        last_drafting_step = self.last_steps[~self.is_off].max(initial=0)
+        last_drafting_step = self.last_steps[self.order.drafting_arms].max(initial=0)
         last_step = np.where(last_step > 0, last_step, last_drafting_step)
         is_stale: NDArray[np.bool_] = self.current_step - last_step >= STALE_STEPS
         return is_stale
