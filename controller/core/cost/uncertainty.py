@@ -120,10 +120,9 @@ class CostUncertainty:
     is_unprofiled: bool
     drift: NDArray[np.float64]
 
-    @property
-    def has_run(self) -> NDArray[np.bool_]:
-        """Returns [arms, buckets], which cells have run."""
-        return self.last_steps > 0
+    def has_run(self, arm: int, bucket: int) -> bool:
+        """Returns whether an arm has run in a bucket."""
+        return self.last_steps.item(arm, bucket) > 0
 
     def arms_that_ran(self) -> NDArray[np.bool_]:
         """Returns [arms], which have run in any bucket."""

@@ -306,7 +306,7 @@ class Explorer:
             if situation.uncertainty.is_unprofiled or steps <= self._step_credit:
                 best_arm = self._most_informative_arm(situation, steps)
                 if best_arm is not None:
-                    is_new = not situation.uncertainty.has_run[best_arm, situation.cost_bucket]
+                    is_new = not situation.uncertainty.has_run(best_arm, situation.cost_bucket)
                     # The first probe only measures the cost, for which 2 steps are enough.
                     return best_arm, 2 if situation.uncertainty.is_unprofiled and is_new else steps
         return self._choose_probe_from_gamma_zero(situation)
@@ -344,19 +344,19 @@ class Explorer:
         off_arms = self._off_arms
         if not off_arms or self._arms[arm].gamma == 0:
             return steps
-        seconds = values.costs.seconds[:, row]
-        plain_seconds = float(seconds[off_arms].min())
+        seconds = values.costs.seconds.item
+        plain_seconds = min([seconds(i, row) for i in off_arms])
         log_variance = relative_variance(
             values, situation.uncertainty, situation.cost_bucket, situation.current_arm
+        ).item(arm)
+        pessimistic_tokens = (1 + values.expected_accepted.item(arm, row)) * math.exp(
+            -2 * math.sqrt(log_variance)
         )
-        pessimistic_tokens = float(
-            (1 + values.expected_accepted[arm, row]) * np.exp(-2 * np.sqrt(log_variance[arm]))
-        )
-        loss_per_step = max(0.0, float(seconds[arm]) / plain_seconds - max(1.0, pessimistic_tokens))
+        loss_per_step = max(0.0, seconds(arm, row) / plain_seconds - max(1.0, pessimistic_tokens))
         fixed_loss_steps = (
-            float(values.catch_up_seconds[arm, row]) + 2 * values.switch_seconds
+            values.catch_up_seconds.item(arm, row) + 2 * values.switch_seconds
         ) / plain_seconds
-        is_first_run = not situation.uncertainty.has_run[arm, situation.cost_bucket]
+        is_first_run = not situation.uncertainty.has_run(arm, situation.cost_bucket)
         budget_steps = (
             situation.first_run_budget_steps if is_first_run else situation.loss_budget_steps
         ) - fixed_loss_steps
@@ -409,65 +409,76 @@ class Explorer:
         return max(1, min(self._settings.probe_steps_max, needed_steps))
 
     def _most_informative_arm(self, situation: ProbeSituation, steps: int) -> int | None:
-        values, current_arm = situation.values, situation.current_arm
-        tokens_per_second = values.tokens_per_second[:, situation.row]
-        # [arms], of each arm's value over the current arm's.
-        relative_gain = tokens_per_second / tokens_per_second[current_arm] - 1
-        seconds = values.costs.seconds[:, situation.row]
-        fixed_seconds = values.catch_up_seconds[:, situation.row] + 2 * values.switch_seconds
-        loss = np.maximum(-relative_gain, 0.0) + fixed_seconds / (steps * seconds)
-        deviation = np.sqrt(
-            relative_variance(
-                values,
-                situation.uncertainty,
-                situation.cost_bucket,
-                current_arm,
-                only_unobserved=True,
-            )
+        """Returns the arm whose probe is expected to gain most for its price, if that pays."""
+        variances = relative_variance(
+            situation.values,
+            situation.uncertainty,
+            situation.cost_bucket,
+            situation.current_arm,
+            only_unobserved=True,
+        ).tolist()
+        best_arm, best_return = None, _MIN_RETURN_FACTOR
+        for arm in self._doubtful_arms(situation):
+            expected_return = self._expected_return(situation, arm, steps, math.sqrt(variances[arm]))
+            if expected_return > best_return:
+                best_arm, best_return = arm, expected_return
+        return best_arm if best_arm is not None and variances[best_arm] > 0 else None
+
+    def _doubtful_arms(self, situation: ProbeSituation) -> list[int]:
+        """Returns the arms, by index, that a probe for doubt may run."""
+        feasible, uncertainty = situation.feasible, situation.uncertainty
+        reachable = (
+            uncertainty.reachable_arms(situation.cost_bucket) if uncertainty.is_unprofiled else None
         )
+        return [
+            arm
+            for arm in range(len(self._arms))
+            if arm != situation.current_arm
+            and (feasible is None or feasible[arm])
+            and (reachable is None or reachable[arm])
+        ]
+
+    def _expected_return(
+        self, situation: ProbeSituation, arm: int, steps: int, deviation: float
+    ) -> float:
+        """Returns the expected improvement by a probe over its price; 0 above the credit.
+
+        deviation: standard deviation of the log of the arm's value over the current arm's.
+        """
+        values, row = situation.values, situation.row
+        tokens_per_second, seconds = values.tokens_per_second.item, values.costs.seconds.item
+        relative_gain = tokens_per_second(arm, row) / tokens_per_second(situation.current_arm, row)
+        relative_gain -= 1
         gain = expected_improvement(relative_gain, deviation * (1 + relative_gain))
-        gain += self._idle_drafter_gain(situation)
+        gain += self._idle_drafter_gain(situation, arm)
+        loss = max(-relative_gain, 0.0)
         if situation.uncertainty.is_unprofiled:
             # The cost was not measured: the price is that of a bad case.
-            pessimistic_gain = (1 + relative_gain) * np.exp(-deviation) - 1
-            loss = np.maximum(-pessimistic_gain, 0.0) + fixed_seconds / (steps * seconds)
-            gain[~situation.uncertainty.reachable_arms(situation.cost_bucket)] = 0.0
-        price_steps = steps * loss
+            loss = max(1 - (1 + relative_gain) * math.exp(-deviation), 0.0)
+        fixed_seconds = values.catch_up_seconds.item(arm, row) + 2 * values.switch_seconds
+        price_steps = steps * (loss + fixed_seconds / (steps * seconds(arm, row)))
+        if price_steps * seconds(arm, row) > self._credit_seconds:
+            return 0.0
         # 2 % of the steps are added to the price: a probe without a loss still needs a switch.
-        ratio = gain * situation.horizon_steps / (price_steps + 0.02 * steps)
-        ratio[price_steps * seconds > self._credit_seconds] = 0.0
-        ratio[current_arm] = 0.0
-        if situation.feasible is not None:
-            ratio[~situation.feasible] = 0.0
-        best_arm = int(ratio.argmax())
-        return (
-            best_arm if ratio[best_arm] > _MIN_RETURN_FACTOR and deviation[best_arm] > 0 else None
-        )
+        return gain * situation.horizon_steps / (price_steps + 0.02 * steps)
 
-    def _idle_drafter_gain(self, situation: ProbeSituation) -> NDArray[np.float64]:
-        """Returns [arms], the possible improvement by drafters that were idle for long.
+    def _idle_drafter_gain(self, situation: ProbeSituation, arm: int) -> float:
+        """Returns the possible improvement by an arm whose drafter was idle for long.
 
         Traffic that suits an idle drafter better need not change the running one's acceptance.
         """
-        gains = np.zeros(len(self._arms))
-        current_arm = self._arms[situation.current_arm]
-        if current_arm.gamma == 0 or len(self._last_drafted_report) < 2:
-            return gains
-        seconds = situation.values.costs.seconds[:, situation.row]
-        current_rate = (
-            1 + situation.values.expected_accepted[situation.current_arm, situation.row]
-        ) / seconds[situation.current_arm]
-        for i, arm in enumerate(self._arms):
-            if arm.gamma and arm.drafter != current_arm.drafter:
-                idle_reports = self._reports - self._last_drafted_report[arm.drafter]
-                change_probability = 1 - math.exp(-idle_reports / situation.horizon_steps)
-                optimistic_rate = optimistic_tokens(arm.gamma) / seconds[i]
-                gains[i] = (
-                    _IDLE_DRAFTER_FITS_PROBABILITY
-                    * change_probability
-                    * max(optimistic_rate / current_rate - 1, 0.0)
-                )
-        return gains
+        values, row, current = situation.values, situation.row, situation.current_arm
+        gamma, drafter = self._arms[arm].gamma, self._arms[arm].drafter
+        current_arm = self._arms[current]
+        if not (gamma and current_arm.gamma) or drafter == current_arm.drafter:
+            return 0.0
+        seconds = values.costs.seconds.item
+        current_rate = (1 + values.expected_accepted.item(current, row)) / seconds(current, row)
+        idle_reports = self._reports - self._last_drafted_report[drafter]
+        change_probability = 1 - math.exp(-idle_reports / situation.horizon_steps)
+        optimistic_rate = optimistic_tokens(gamma) / seconds(arm, row)
+        optimistic_gain = max(optimistic_rate / current_rate - 1, 0.0)
+        return _IDLE_DRAFTER_FITS_PROBABILITY * change_probability * optimistic_gain
 
     def cancel(self) -> None:
         """Cancels the running probe, because the allowed or required arms have changed."""

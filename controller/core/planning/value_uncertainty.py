@@ -37,18 +37,13 @@ def relative_variance(
     ) + values.acceptance_uncertainty.variance(current_arm, only_unobserved=only_unobserved)
 
 
-def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Computes E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
-    positive_sd = np.maximum(sd, 1e-9)
+def expected_improvement(mean: float, sd: float) -> float:
+    """Computes E[max(0, x)] of x ~ N(mean, sd^2)."""
+    positive_sd = max(sd, 1e-9)
     u = mean / positive_sd
-    density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
-    cdf = 0.5 * (1 + _erf(u / math.sqrt(2)))
-    return np.maximum(positive_sd * density + mean * cdf, 0.0)
-
-
-def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Computes the error function, which numpy lacks."""
-    return np.array([math.erf(value) for value in x])
+    density = math.exp(-u * u / 2) / math.sqrt(2 * math.pi)
+    cdf = 0.5 * (1 + math.erf(u / math.sqrt(2)))
+    return max(positive_sd * density + mean * cdf, 0.0)
 
 
 class DiscountRule:

@@ -32,8 +32,7 @@ SETTINGS = PlannerSettings()
 @settings(max_examples=60, deadline=None)
 def test_expected_improvement_is_the_mean_of_what_is_above_zero(mean, sd):
     x = np.random.default_rng(0).normal(mean, sd, 200_000)
-    improvement = expected_improvement(np.array([mean]), np.array([sd]))[0]
-    assert improvement == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
+    assert expected_improvement(mean, sd) == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
 
 
 def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True):
@@ -211,9 +210,9 @@ def test_a_probe_is_not_charged_for_rows_that_had_ended():
 def test_arms_that_share_their_estimates_share_their_errors():
     """Arms 5 and 7 differ from 3 only behind position 3; how sure 1 to 3 are does not matter."""
     conditions = situation(0.8, 400, current=3)
-    total = relative_variance(conditions.values, conditions.uncertainty, ARMS, 0, 3)
+    total = relative_variance(conditions.values, conditions.uncertainty, 0, 3)
     unseen = relative_variance(
-        conditions.values, conditions.uncertainty, ARMS, 0, 3, only_unobserved=True
+        conditions.values, conditions.uncertainty, 0, 3, only_unobserved=True
     )
     assert total[3] == 0
     assert np.all(unseen <= total + 1e-12)
