@@ -30,6 +30,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 
 from controller.core.acceptance.shifts import LARGE_SHIFT, Cusum, ShiftKind
 from controller.core.engine_spec import MAX_BATCH_SIZE
@@ -320,43 +322,55 @@ class AcceptanceEstimator:
 
         With a parent, the curve is shrunk towards it with `class_exposures` instead.
         """
-        settings, steps = self._settings, self._steps
-        mean, prior_exposures = settings.prior_acceptance, settings.prior_exposures
-        parent_conditional = None if parent is None else parent.conditional
-        weight = prior_exposures if parent_conditional is None else settings.class_exposures
-        conditional: list[float] = []
-        exposures, weights, expected_accepted = [], [], [0.0]
-        # Without a parent both lists are the same.
-        own_conditional = conditional if parent_conditional is None else []
+        exposures, successes = self._decayed_evidence()
+        if parent is None:
+            curve = self._walk_over_positions(exposures, successes)
+            return curve, curve.conditional
+        weight, own_weight = self._settings.class_exposures, self._settings.prior_exposures
+        positions = list(zip(exposures, successes, parent.conditional, strict=False))
+        conditional = [(s + weight * mean) / (n + weight) for n, s, mean in positions]
+        own_conditional = [(s + own_weight * mean) / (n + own_weight) for n, s, mean in positions]
+        survival = accumulate(conditional, mul)
+        curve = AcceptanceCurve(
+            conditional,
+            exposures,
+            list(accumulate(survival, initial=0.0)),
+            [weight] * len(exposures),
+            is_random_walk=False,
+        )
+        return curve, own_conditional
+
+    def _walk_over_positions(
+        self, exposures: list[float], successes: list[float]
+    ) -> AcceptanceCurve:
+        """Returns the filter of the random walk over positions."""
+        mean, weight = self._settings.prior_acceptance, self._settings.prior_exposures
         survival, total = 1.0, 0.0
-        idle_steps, decay = 0, 1.0
-        for k, last_exposure_step in enumerate(self._last_exposure_step):
-            if steps - last_exposure_step != idle_steps:
-                idle_steps = steps - last_exposure_step
-                decay = math.exp(-idle_steps / settings.idle_steps)
-            position_exposures, successes = (
-                self._slow_exposures[k] * decay,
-                self._slow_successes[k] * decay,
-            )
-            if parent_conditional is not None:
-                mean = parent_conditional[k]
-                own_conditional.append(
-                    (successes + prior_exposures * mean) / (position_exposures + prior_exposures)
-                )
-            mean = (successes + weight * mean) / (position_exposures + weight)
+        conditional, weights, expected_accepted = [], [], [0.0]
+        for n, s in zip(exposures, successes, strict=True):
+            evidence = n + weight
+            mean = (s + weight * mean) / evidence
             survival *= mean
             total += survival
             conditional.append(mean)
-            exposures.append(position_exposures)
             weights.append(weight)
             expected_accepted.append(total)
-            if parent_conditional is None:
-                evidence = position_exposures + weight
-                weight = evidence * _WALK_EXPOSURES / (evidence + _WALK_EXPOSURES)
-        curve = AcceptanceCurve(
-            conditional, exposures, expected_accepted, weights, parent_conditional is None
-        )
-        return curve, own_conditional
+            weight = evidence * _WALK_EXPOSURES / (evidence + _WALK_EXPOSURES)
+        return AcceptanceCurve(conditional, exposures, expected_accepted, weights)
+
+    def _decayed_evidence(self) -> tuple[list[float], list[float]]:
+        """Returns the slow window's exposures and successes by position, faded while idle."""
+        steps, memory_steps = self._steps, self._settings.idle_steps
+        decayed_step, decay = steps, 1.0
+        exposures, successes = [], []
+        for n, s, last_step in zip(
+            self._slow_exposures, self._slow_successes, self._last_exposure_step, strict=True
+        ):
+            if last_step != decayed_step:
+                decayed_step, decay = last_step, math.exp((last_step - steps) / memory_steps)
+            exposures.append(n * decay)
+            successes.append(s * decay)
+        return exposures, successes
 
 
 @lru_cache(maxsize=8)
