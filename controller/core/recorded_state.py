@@ -23,8 +23,9 @@ class RecordedClass:
     """Describes a class in recordings.
 
     fields: attribute by recorded name.  derived: attributes computed from these.  added: recorded
-    names that earlier recordings lack.  is_whole: the fields are all the fields of a dataclass, so
-    an object can be built from a recording alone.
+    names that earlier recordings lack.  removed: names that only earlier recordings have.
+    is_whole: the fields are all the fields of a dataclass, so an object can be built from a
+    recording alone.
     """
 
     name: str
@@ -32,6 +33,7 @@ class RecordedClass:
     fields: Mapping[str, str]
     derived: tuple[str, ...]
     added: frozenset[str]
+    removed: frozenset[str]
     is_whole: bool
 
 
@@ -42,13 +44,20 @@ RECORDED_BY_CLASS: Final[dict[type, RecordedClass]] = {}
 
 
 def recorded(
-    name: str, same: str = "", *, derived: str = "", added: str = "", **renamed: str
+    name: str,
+    same: str = "",
+    *,
+    derived: str = "",
+    added: str = "",
+    removed: str = "",
+    **renamed: str,
 ) -> Callable[[_Class], _Class]:
     """Declares a class under a recorded name.
 
     same: attributes with the same name in a recording, separated by spaces.  derived: attributes
     computed from these, also separated by spaces.  added: further attributes like `same`, which
-    recordings of earlier versions lack (by recorded name, if `renamed` has it, too).  renamed:
+    recordings of earlier versions lack (by recorded name, if `renamed` has it, too).  removed:
+    recorded names that earlier versions wrote and that are ignored, separated by spaces.  renamed:
     attributes by a recorded name that differs from theirs.  If no attribute is listed, a dataclass
     is recorded with all its fields, and an enumeration by its members' names.  A subclass adds to
     its parent's attributes.
@@ -63,14 +72,16 @@ def recorded(
         if not fields:
             fields = {field.lstrip("_"): field for field in dataclass_fields}
         derived_attributes, added_names = tuple(derived.split()), frozenset(added_fields)
+        removed_names = frozenset(removed.split())
         inherited = RECORDED_BY_CLASS.get(kind.__mro__[1])
         if inherited is not None:
             fields = {**inherited.fields, **fields}
             derived_attributes = (*inherited.derived, *derived_attributes)
             added_names |= inherited.added
+            removed_names |= inherited.removed
         is_whole = bool(dataclass_fields) and set(dataclass_fields) == set(fields.values())
         RECORDED_BY_NAME[name] = RECORDED_BY_CLASS[kind] = RecordedClass(
-            name, kind, fields, derived_attributes, added_names, is_whole
+            name, kind, fields, derived_attributes, added_names, removed_names, is_whole
         )
         return kind
 

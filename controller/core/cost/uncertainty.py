@@ -168,12 +168,12 @@ class CostUncertainty:
         if self.disagreement.item(bucket) > DISAGREEMENT_MAX:
             return True
         last_steps, off_arms = self.last_steps, self.order.off_arms
-        if any([last_steps.item(arm, bucket) for arm in off_arms]):
+        if any(last_steps.item(arm, bucket) for arm in off_arms):
             return False
         if gain < _CLEAR_GAIN and self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
             return True
         near_steps = last_steps[:, self.is_near[bucket]]
-        return not any([np.count_nonzero(near_steps[arm]) for arm in off_arms])
+        return not any(np.count_nonzero(near_steps[arm]) for arm in off_arms)
 
     def stale_arms(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] whose cost was last measured at least `STALE_STEPS` ago.

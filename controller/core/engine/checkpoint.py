@@ -145,8 +145,8 @@ def _fill_fields(
     fields = recorded_class.fields
     if missing := fields.keys() - state.keys() & recorded_class.added:
         fields = {name: attribute for name, attribute in fields.items() if name not in missing}
-    if state.keys() != fields.keys():
-        mismatched = min(state.keys() ^ fields.keys())
+    if mismatched_names := (state.keys() ^ fields.keys()) - recorded_class.removed:
+        mismatched = min(mismatched_names)
         mismatch_text = (
             "recorded but not known here" if mismatched in state else "missing in the recording"
         )

@@ -30,10 +30,10 @@ class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets], step costs including the mean cost of prompts, and the factors
-    by which live steps changed the table.  catch_up_seconds: by drafter that has
-    missed tokens, [buckets] seconds; catch_up_price: of any wake-up.  context_tokens: [buckets], tokens per sequence.
-    switch_seconds: of any change of arm. profile_id, prior: the source of the costs; one of them is
-    "".
+    by which live steps changed the table.  catch_up_seconds: by drafter that has missed tokens,
+    [buckets] seconds; catch_up_price: of any wake-up.  context_tokens: [buckets], tokens per
+    sequence.  switch_seconds: of any change of arm. profile_id, prior: the source of the costs; one
+    of them is "".
     """
 
     traffic: TrafficCurves

@@ -47,7 +47,6 @@ from controller.core.planning.constraints import (
 )
 from controller.core.planning.exploration import Explorer, ProbeSituation
 from controller.core.planning.loss_account import LossAccount
-from controller.core.planning.observation_cost import probing_share
 from controller.core.planning.overrides import Override
 from controller.core.planning.plan_table import (
     batch_buckets,
@@ -178,10 +177,8 @@ class EngineController:
     def _set_planner_rows(self) -> None:
         """Divides the plan into rows, and limits the planner to the arms that may run in each."""
         constraints = self._constraints = self._constrain_rows(self.overrides)
-        sizes = self._bucket_sizes[constraints.cost_buckets]
         self._planner.set_rows(
             constraints.upper_batch_sizes,
-            sizes,
             constraints.feasible,
             constraints.possible,
             constraints.bounds,
@@ -271,17 +268,9 @@ class EngineController:
                     max(report.step_seconds - expected_seconds, 0.0), max_plausible_seconds
                 )
             self._loss_account.observe(arm, report.batch_size, extra_seconds)
-        observation_cost = self._planner.observation_cost
-        if observation_cost is not None and report.gamma == 0:
-            earned_share = float(
-                observation_cost.budget_share[self._constraints.row_of(report.batch_size)]
-            )
-        else:
-            earned_share = probing_share(
-                self._settings, self.traffic.state_tracker.hazard_estimator.shift_probability
-            )
+        shift_probability = self.traffic.state_tracker.hazard_estimator.shift_probability
         seconds = min(report.step_seconds, max_plausible_seconds)
-        self.explorer.observe(report, seconds, earned_share, self._clock.now())
+        self.explorer.observe(report, seconds, shift_probability, self._clock.now())
 
     def _usable_arm_index(self, report: StepReport) -> int:
         """Returns the index of the report's arm.  Raises StaleReportError or UnknownArmError."""
@@ -512,9 +501,7 @@ class EngineController:
                 values, uncertainty, constraints.cost_buckets, proven
             )
         self._loss_account.commit(values, constraints, shift_probabilities)
-        choices = self._planner.update(
-            values, shift_probabilities, factors, self._loss_account.limits(values)
-        )
+        choices = self._planner.update(values, factors, self._loss_account.limits(values))
         if constraints.bounds:
             decision = self.decision = replace(decision, excluded=self._planner.pop_excluded())
         active_row = constraints.row_of(self.last_batch_size)
@@ -523,10 +510,12 @@ class EngineController:
         if can_observe and self._planner.can_explore and constraints.limits[active_row].can_explore:
             situation = ProbeSituation(
                 values, uncertainty, active_row, self.last_batch_size, choices[active_row],
-                self._planner.observation_cost, 1 / shift_probabilities.any_shift,
-                int(constraints.cost_buckets[active_row]),
-                self._planner.probe_candidates(values, active_row),
-                self._loss_account.loss_budget_steps, self._loss_account.first_run_budget_steps,
+                shift_probabilities, int(constraints.cost_buckets[active_row]),
+                self._planner.probe_candidates(
+                    values, active_row, self.explorer.gamma_zero_budget_share
+                ),
+                factors, self._loss_account.loss_budget_steps,
+                self._loss_account.first_run_budget_steps,
             )  # fmt: skip
             self.explorer.start_probe_if_worthwhile(situation, now)
         if constraints.override_regime is None and self.reports:

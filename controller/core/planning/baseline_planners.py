@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.engine_spec import Arm
 from controller.core.planning.planner import NO_LOSS_LIMITS, LossLimits, Planner, Values
 from controller.core.recorded_state import recorded
@@ -52,15 +51,11 @@ class TidePlanner(Planner):
     def update(
         self,
         values: Values,
-        hazard: ShiftProbabilities,
         discounts: NDArray[np.float64] | None = None,
         limits: LossLimits = NO_LOSS_LIMITS,
     ) -> Sequence[int]:
         """Chooses one of the two arms for each bucket."""
         del discounts, limits
-        self.observation_cost = self._observation_pricer.price_observation(
-            values.tokens_per_second, values.costs.seconds, values.catch_up_price, hazard
-        )
         cost_ratio = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
         speedup = (1 + values.expected_accepted[self._on_arm]) / cost_ratio
         return self._apply_choice(
@@ -154,12 +149,11 @@ class EmaPlanner(Planner):
     def update(
         self,
         values: Values,
-        hazard: ShiftProbabilities,
         discounts: NDArray[np.float64] | None = None,
         limits: LossLimits = NO_LOSS_LIMITS,
     ) -> Sequence[int]:
         """Chooses the slots' draft lengths; values matter only where these may not run."""
-        del hazard, discounts, limits
+        del discounts, limits
         slot_choice = [
             self._arm_by_gamma[self._slot_for_batch(size).gamma] for size in self.buckets
         ]

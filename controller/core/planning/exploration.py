@@ -1,8 +1,8 @@
 """Explores within a budget: an arm gives no evidence unless it runs, so probes have to run it.
 
 There are four reasons to probe and one budget.  Every step of the engine earns a share of its
-seconds as credit (`observation_cost.budget`, at most `spent_share`).  A probe is charged with its
-actual loss against the current arm in the same seconds.
+seconds as credit (`ObservationSchedule.budget_share` at gamma = 0, otherwise `probing_share`).  A
+probe is charged with its actual loss against the current arm in the same seconds.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain because of acceptance and
 cost, where the two arms differ.  An arm is probed if its expected improvement (Jones, Schonlau and
@@ -20,7 +20,7 @@ be chosen at the table's cost ratio, its learnt cost is at least twice as high, 
 measured for `STALE_STEPS`.
 
 *Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see
-`observation_cost`.
+`observation_schedule`.
 """
 
 import math
@@ -30,10 +30,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
-from controller.core.planning.observation_cost import ObservationCost, optimistic_tokens
+from controller.core.planning.observation_schedule import (
+    ObservationSchedule,
+    ObservationScheduler,
+    optimistic_tokens,
+    probing_share,
+)
 from controller.core.planning.planner import Values
 from controller.core.planning.value_uncertainty import expected_improvement, relative_variance
 from controller.core.recorded_state import recorded
@@ -96,9 +102,8 @@ class _RunningProbe:
 class ProbeSituation:
     """Describes the active row, its batch, and the arm (by index) that is chosen there.
 
-    row: index of the plan's row, as in `values` and `observation_cost`; cost_bucket: of the cost
-    table.  horizon_steps: steps for which a probe's result is expected to hold.  feasible: [arms]
-    that may be probed; None: all.
+    row: index of the plan's row, as in `values`; cost_bucket: of the cost table.  feasible: [arms]
+    that may be probed; None: all.  discounts: as in `Planner.update`, [arms, rows] or None.
     """
 
     values: Values
@@ -106,20 +111,25 @@ class ProbeSituation:
     row: int
     batch_size: int
     current_arm: int
-    observation_cost: ObservationCost | None
-    horizon_steps: float
+    hazard: ShiftProbabilities
     cost_bucket: int
     feasible: NDArray[np.bool_] | None = None
+    discounts: NDArray[np.float64] | None = None
     # Plain steps that may be lost against gamma = 0 now, see `loss_account`: by any probe, and by a
     # probe of an arm that has not run there.
     loss_budget_steps: float = math.inf
     first_run_budget_steps: float = math.inf
 
+    @property
+    def horizon_steps(self) -> float:
+        """Steps for which a probe's result is expected to hold."""
+        return 1 / self.hazard.any_shift
+
 
 @recorded(
     "explorer",
     "probe_steps lost_seconds total_seconds _reports _step_credit",
-    added="_remeasured_at _remeasures",
+    added="_remeasured_at _remeasures _gamma_zero_budget_share",
     probes="probe_count",
     credit="_credit_seconds",
     running="_running_probe",
@@ -150,6 +160,9 @@ class Explorer:
         self._next_probe_id = 1
         self._reports = 0
         self._steps_at_gamma_zero = 0
+        self._observation_scheduler = ObservationScheduler(arms)
+        # At gamma = 0, the share of step time that probes may cost; None before the first decision.
+        self._gamma_zero_budget_share: float | None = None
         # Probes from gamma = 0; the drafters take turns.
         self._probes_from_gamma_zero = 0
         # The report in which each drafter drafted last.
@@ -184,17 +197,24 @@ class Explorer:
         return (self._running_probe.row, self._running_probe.probe) if self._running_probe else None
 
     @property
+    def gamma_zero_budget_share(self) -> float:
+        """The share of step time that probes from gamma = 0 may cost; 0 before the first one."""
+        return self._gamma_zero_budget_share or 0.0
+
+    @property
     def purpose(self) -> str:
         """Returns the purpose of the running probe, as text."""
         if self._running_probe and self._running_probe.probe.probe_id == self._remeasuring_probe_id:
             return "to measure again what it costs"
         return "to learn"
 
-    def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
+    def observe(
+        self, report: StepReport, seconds: float, shift_probability: float, now: float
+    ) -> None:
         """Earns credit, charges a probe's step, and ends a probe that is done or stuck.
 
-        seconds: the step's, without parts that do not depend on the choice.  share: of step time
-        that probing may cost now, see `observation_cost.budget`.
+        seconds: the step's, without parts that do not depend on the choice.  shift_probability: of
+        any shift of traffic in one step.
         """
         self._reports += 1
         if report.gamma:
@@ -202,6 +222,9 @@ class Explorer:
         self._step_credit = min(self._step_credit + _PROBE_STEP_SHARE, _STEP_CREDIT_MAX)
         self._steps_at_gamma_zero = 0 if report.gamma else self._steps_at_gamma_zero + 1
         self.total_seconds += seconds
+        share = None if report.gamma else self._gamma_zero_budget_share
+        if share is None:
+            share = probing_share(self._settings, shift_probability)
         earned_seconds = share * seconds
         running_probe = self._running_probe
         if running_probe and report.probe_id == running_probe.probe.probe_id:
@@ -241,6 +264,7 @@ class Explorer:
 
     def start_probe_if_worthwhile(self, situation: ProbeSituation, now: float) -> None:
         """Starts a probe in the active row if one is worth its price and the credit suffices."""
+        schedule = self._schedule_observation(situation)
         self._drop_probe_of_other_row(situation.row)
         if self._running_probe or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
@@ -261,7 +285,7 @@ class Explorer:
                 self._next_probe_id,
             )
         else:
-            candidate = self._choose_probe(situation)
+            candidate = self._choose_probe(situation, schedule)
             if candidate is None:
                 return
             arm, steps = candidate
@@ -293,7 +317,29 @@ class Explorer:
         ):
             self._running_probe = None
 
-    def _choose_probe(self, situation: ProbeSituation) -> tuple[int, int] | None:
+    def _schedule_observation(self, situation: ProbeSituation) -> ObservationSchedule | None:
+        """Returns the schedule of probes from gamma = 0, if that is chosen; notes its budget."""
+        if self._arms[situation.current_arm].gamma:
+            return None
+        values, row = situation.values, situation.row
+        tokens_per_second = values.tokens_per_second[:, row]
+        if situation.discounts is not None:
+            tokens_per_second = tokens_per_second * situation.discounts[:, row]
+        schedule = self._observation_scheduler.schedule(
+            tokens_per_second.tolist(),
+            values.costs.seconds[:, row].tolist(),
+            situation.batch_size,
+            values.catch_up_price,
+            situation.hazard,
+            self._settings,
+            None if situation.feasible is None else situation.feasible.tolist(),
+        )
+        self._gamma_zero_budget_share = None if schedule is None else schedule.budget_share
+        return schedule
+
+    def _choose_probe(
+        self, situation: ProbeSituation, schedule: ObservationSchedule | None
+    ) -> tuple[int, int] | None:
         """Returns the arm to probe and the number of steps, or None."""
         off_arm = self._gamma_zero_check_arm(situation)
         if off_arm is not None:
@@ -309,24 +355,16 @@ class Explorer:
                     is_new = not situation.uncertainty.has_run(best_arm, situation.cost_bucket)
                     # The first probe only measures the cost, for which 2 steps are enough.
                     return best_arm, 2 if situation.uncertainty.is_unprofiled and is_new else steps
-        return self._choose_probe_from_gamma_zero(situation)
+        return self._choose_probe_from_gamma_zero(situation, schedule)
 
     def _choose_probe_from_gamma_zero(
-        self, situation: ProbeSituation
+        self, situation: ProbeSituation, schedule: ObservationSchedule | None
     ) -> tuple[int, int] | None:
         """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable."""
-        observation_cost, values, row = situation.observation_cost, situation.values, situation.row
-        if observation_cost is None or self._arms[situation.current_arm].gamma:
+        if schedule is None or self._steps_at_gamma_zero < schedule.interval_steps:
             return None
-        if self._steps_at_gamma_zero < observation_cost.interval_steps[row]:
-            return None
-        drafter_turn = self._probes_from_gamma_zero % len(observation_cost.probe_arms)
-        arm, steps = (
-            int(observation_cost.probe_arms[drafter_turn, row]),
-            int(observation_cost.probe_steps[drafter_turn, row]),
-        )
-        if situation.feasible is not None and not situation.feasible[arm]:
-            return None
+        values, row = situation.values, situation.row
+        arm, steps = schedule.probes[self._probes_from_gamma_zero % len(schedule.probes)]
         tokens_per_second = values.tokens_per_second[:, row]
         loss = max(1 - tokens_per_second[arm] / tokens_per_second[situation.current_arm], 0.0)
         lost_seconds = steps * loss * values.costs.seconds[arm, row]
@@ -378,8 +416,9 @@ class Explorer:
         is_stale = situation.uncertainty.stale_arms(situation.cost_bucket)
         tokens_per_second = values.tokens_per_second[:, row]
         best_arm, best_gain = None, self._settings.switch_margin
+        feasible = situation.feasible
         for arm in drifted_arms:
-            if not is_stale[arm] or (situation.feasible is not None and not situation.feasible[arm]):
+            if not is_stale[arm] or (feasible is not None and not feasible[arm]):
                 continue
             relative_drift = drift[arm] / drift[current_arm]
             gain = tokens_per_second[arm] * relative_drift / tokens_per_second[current_arm] - 1
@@ -419,7 +458,8 @@ class Explorer:
         ).tolist()
         best_arm, best_return = None, _MIN_RETURN_FACTOR
         for arm in self._doubtful_arms(situation):
-            expected_return = self._expected_return(situation, arm, steps, math.sqrt(variances[arm]))
+            deviation = math.sqrt(variances[arm])
+            expected_return = self._expected_return(situation, arm, steps, deviation)
             if expected_return > best_return:
                 best_arm, best_return = arm, expected_return
         return best_arm if best_arm is not None and variances[best_arm] > 0 else None

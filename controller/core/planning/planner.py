@@ -2,10 +2,10 @@
 
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
-gamma = 0 is an arm like any other (E = 0), and is charged the `observation_cost` of observing
-nothing.  The choice changes only if another arm's value is higher by `switch_margin`, so that noise
-near a break-even point does not cause switching, and if the gain pays back the cost of the change
-(an idle drafter has to catch up) within `payback_seconds`.  A bound on the time per output token
+gamma = 0 is an arm like any other (E = 0).  The choice changes only if another arm's value is
+higher by `switch_margin`, so that noise near a break-even point does not cause switching, and if
+the gain pays back the cost of the change (an idle drafter has to catch up) within
+`payback_seconds`.  A bound on the time per output token
 excludes the arms that exceed it (`token_time`).  A drafter is woken only within the allowed loss
 against gamma = 0 (`loss_account`); until then the best arm that needs no wake-up runs.
 """
@@ -19,7 +19,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.acceptance.uncertainty import AcceptanceUncertainty
 from controller.core.cost.catch_up_cost import CatchUpPrice
@@ -27,7 +26,6 @@ from controller.core.cost.table import Costs
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.observation_cost import ObservationCost, ObservationPricer
 from controller.core.planning.token_time import RowBounds, TokenTimeBound, apply_bounds
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -41,9 +39,10 @@ _EXCLUDED_FACTOR = 1e-12
 class Values:
     """Holds all inputs of the choice.
 
-    arms: of the engine.  traffic: the acceptance curves.  expected_accepted: [arms, buckets], expected accepted draft
-    tokens. catch_up_seconds: [arms, buckets], seconds that the arm's drafter first needs to catch
-    up. switch_seconds: cost of any change of arm.  costs: of a step, by arm and bucket.
+    arms: of the engine.  traffic: the acceptance curves.  expected_accepted: [arms, buckets],
+    expected accepted draft tokens. catch_up_seconds: [arms, buckets], seconds that the arm's
+    drafter first needs to catch up. switch_seconds: cost of any change of arm.  costs: of a step,
+    by arm and bucket.
     catch_up_price: see `CatchUpPrice`.  tokens_per_second: [arms, buckets], of the whole batch.
     """
 
@@ -115,17 +114,17 @@ class LossLimits:
     """Limits the loss against plain decoding now, see `loss_account`.
 
     wake_up_steps: plain steps that waking a drafter may cost, [arms, rows] or one for all.
-    ignores_observation_cost: whether gamma = 0 is not charged for what it does not observe.
+    prefers_off: whether gamma = 0 needs no margin over another arm.
     """
 
     wake_up_steps: float | NDArray[np.float64] = math.inf
-    ignores_observation_cost: bool = False
+    prefers_off: bool = False
 
 
 NO_LOSS_LIMITS = LossLimits()
 
 
-@recorded("planner", "choice proven reasons switches", observation="observation_cost")
+@recorded("planner", "choice proven reasons switches", removed="observation")
 class Planner:
     """Holds the present choice per bucket, which only `update` changes."""
 
@@ -141,15 +140,11 @@ class Planner:
         self._settings = settings
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
         self._off_arms = {i for i, arm in enumerate(arms) if arm.gamma == 0}
-        self._observation_pricer = ObservationPricer(
-            arms, np.asarray(buckets, dtype=np.float64), settings
-        )
         self._allowed_arms: NDArray[np.bool_] | None = None
         self._runnable_arms: NDArray[np.bool_] | None = None
         self._bounds: RowBounds | None = None
         # In the present update: by row, the arm that is not chosen only because of a bound.
         self._excluded_arms: dict[int, int] = {}
-        self.observation_cost: ObservationCost | None = None
         self.choice: list[int] | None = None
         # The newest choice of each bucket that has run; None where none has.
         self.proven: list[int | None] = [None] * len(buckets)
@@ -159,15 +154,13 @@ class Planner:
     def set_rows(
         self,
         buckets: Sequence[int],
-        sizes: NDArray[np.float64],
         feasible: NDArray[np.bool_] | None,
         possible: NDArray[np.bool_] | None = None,
         bounds: Sequence[TokenTimeBound | None] = (),
     ) -> None:
         """Replaces the rows, and sets which arms may run in them.
 
-        buckets: upper ends, ascending.  sizes: the batch size at which each row is valued.
-        possible, feasible, bounds: as in `RowConstraints`.
+        buckets: upper ends, ascending.  possible, feasible, bounds: as in `RowConstraints`.
         """
         if self.choice is not None:
             previous_rows = [
@@ -179,8 +172,6 @@ class Planner:
             self.proven = [None] * len(buckets)
         self.buckets = tuple(buckets)
         self.reasons = [Reason.EXPLOIT] * len(buckets)
-        self._observation_pricer = ObservationPricer(self.arms, sizes, self._settings)
-        self.observation_cost = None
         self._allowed_arms, self._runnable_arms = feasible, possible
         self._bounds = RowBounds(self.arms, bounds) if bounds else None
 
@@ -203,7 +194,6 @@ class Planner:
     def update(
         self,
         values: Values,
-        hazard: ShiftProbabilities,
         discounts: NDArray[np.float64] | None = None,
         limits: LossLimits = NO_LOSS_LIMITS,
     ) -> Sequence[int]:
@@ -214,31 +204,14 @@ class Planner:
         value = _mask_excluded(self._runnable_arms, values.tokens_per_second)
         if discounts is not None:
             value = value * discounts
-        unpriced_value, is_within_bounds = value, self._arms_within_bounds(values, discounts)
-        best_arms: list[int] = (
-            apply_bounds(unpriced_value, unpriced_value, is_within_bounds).argmax(axis=0).tolist()
-        )
-        if not self._off_arms.isdisjoint(best_arms):
-            self.observation_cost = self._observation_pricer.price_observation(
-                self._probe_values(value, is_within_bounds),
-                values.costs.seconds,
-                values.catch_up_price,
-                hazard,
-            )
-            if self.observation_cost is not None and not limits.ignores_observation_cost:
-                value = np.where(
-                    self._is_off[:, None], value * (1 - self.observation_cost.loss_share), value
-                )
+        is_within_bounds = self._arms_within_bounds(values, discounts)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._allowed_arms is not None:
-            self._mark_overridden(
-                apply_bounds(value, unpriced_value, is_within_bounds).argmax(axis=0)
-            )
+            self._mark_overridden(apply_bounds(value, value, is_within_bounds).argmax(axis=0))
             value = _mask_excluded(self._allowed_arms, value)
         if is_within_bounds is not None:
-            value = self._apply_bounds(value, unpriced_value, is_within_bounds)
-        if value is not unpriced_value:
-            best_arms = value.argmax(axis=0).tolist()
+            value = self._apply_bounds(value, is_within_bounds)
+        best_arms: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best_arms
             return self.choice
@@ -259,7 +232,8 @@ class Planner:
         for j, (best_arm, current_arm) in enumerate(zip(best_arms, self.choice, strict=True)):
             if best_arm == current_arm and (is_affordable is None or is_affordable[current_arm, j]):
                 continue
-            new_arm = self._best_worthwhile_arm(value[:, j].tolist(), current_arm, j, values, limits)
+            row_values = value[:, j].tolist()
+            new_arm = self._best_worthwhile_arm(row_values, current_arm, j, values, limits)
             if new_arm != current_arm:
                 self.choice[j] = new_arm
                 self.switches += 1
@@ -289,7 +263,7 @@ class Planner:
         value: [arms], values of the row's arms; the arm is chosen by them.
         """
         current_value = max(value[current_arm], 1e-12)
-        if not limits.ignores_observation_cost and (
+        if not limits.prefers_off and (
             max(value) / current_value - 1 <= self._settings.switch_margin
         ):
             return current_arm
@@ -297,7 +271,7 @@ class Planner:
             gain = value[arm] / current_value - 1
             if arm == current_arm or gain <= 0:
                 return current_arm
-            if limits.ignores_observation_cost:
+            if limits.prefers_off:
                 # More than half of what may be lost is used up: gamma = 0 needs no margin.
                 if arm in self._off_arms:
                     return arm
@@ -355,28 +329,16 @@ class Planner:
             else is_within_bounds & self._runnable_arms
         )
 
-    def _probe_values(
-        self, value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_] | None
-    ) -> NDArray[np.float64]:
-        if self._bounds is None or is_within_bounds is None:
-            return value
-        return self._bounds.probe_values(value, is_within_bounds)
-
     def _apply_bounds(
-        self,
-        value: NDArray[np.float64],
-        unpriced_value: NDArray[np.float64],
-        is_within_bounds: NDArray[np.bool_],
+        self, value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Applies the bounds to the values, and records which choices they exclude.
 
-        value: of feasible arms, almost 0 for others.  unpriced_value: of all arms, without the
-        price of observing nothing.
+        value: of feasible arms, almost 0 for others.
         """
         if self._allowed_arms is not None:
             is_within_bounds = is_within_bounds & self._allowed_arms
-            unpriced_value = _mask_excluded(self._allowed_arms, unpriced_value)
-        bounded_value = apply_bounds(value, unpriced_value, is_within_bounds)
+        bounded_value = apply_bounds(value, value, is_within_bounds)
         self._record_excluded(value.argmax(axis=0), bounded_value.argmax(axis=0))
         return bounded_value
 
@@ -422,15 +384,18 @@ class Planner:
         excluded, self._excluded_arms = self._excluded_arms, {}
         return excluded
 
-    def probe_candidates(self, values: Values, row: int) -> NDArray[np.bool_] | None:
-        """Returns [arms], which may be probed in a row after an update; None: all."""
+    def probe_candidates(
+        self, values: Values, row: int, probing_share: float
+    ) -> NDArray[np.bool_] | None:
+        """Returns [arms], which may be probed in a row after an update; None: all.
+
+        probing_share: the share of step time that probes may cost.
+        """
         feasible = None if self._allowed_arms is None else self._allowed_arms[:, row]
         if self._bounds is None or self.choice is None:
             return feasible
-        probe_time_share = self._settings.probe_share
-        if self.observation_cost is not None:
-            probe_time_share = max(probe_time_share, float(self.observation_cost.budget_share[row]))
+        probing_share = max(self._settings.probe_share, probing_share)
         tpot_seconds, seconds = values.tpot_seconds[:, row], values.costs.seconds[:, row]
         return self._bounds.probe_candidates(
-            row, self.choice[row], tpot_seconds, seconds, feasible, probe_time_share
+            row, self.choice[row], tpot_seconds, seconds, feasible, probing_share
         )

@@ -65,11 +65,6 @@ class RowBounds:
         self.seconds = np.array([np.inf if b is None else b.seconds for b in bounds])
         self.is_from_override = tuple(b is not None and b.override_id != "" for b in bounds)
         self._arms = tuple(arms)
-        # By drafter, [arms], whether an arm drafts with it.
-        self._drafting_by_drafter = {
-            name: np.array([arm.drafter == name and arm.gamma > 0 for arm in arms])
-            for name in dict.fromkeys(arm.drafter for arm in arms)
-        }
 
     def arms_within_bounds(
         self, tpot_seconds: NDArray[np.float64], current_arms: Sequence[int] | None, margin: float
@@ -87,20 +82,6 @@ class RowBounds:
                 current_arms, rows
             ] <= self.seconds * (1 + margin)
         return is_within_bounds
-
-    def probe_values(
-        self, value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
-        """Returns [arms, rows], the values by which probes from gamma = 0 are priced.
-
-        Only arms that meet the bound are probed.  If no arm of a drafter meets it, its arms are
-        priced as without a bound.
-        """
-        values = apply_bounds(value, value, is_within_bounds)
-        for drafting in self._drafting_by_drafter.values():
-            has_none = ~is_within_bounds[drafting].any(axis=0)
-            values = np.where(drafting[:, None] & has_none, value, values)
-        return values
 
     def probe_candidates(
         self,

@@ -32,7 +32,8 @@ SETTINGS = PlannerSettings()
 @settings(max_examples=60, deadline=None)
 def test_expected_improvement_is_the_mean_of_what_is_above_zero(mean, sd):
     x = np.random.default_rng(0).normal(mean, sd, 200_000)
-    assert expected_improvement(mean, sd) == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
+    improvement = expected_improvement(mean, sd)
+    assert improvement == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
 
 
 def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True):
