@@ -167,6 +167,6 @@ class LossAccount:
 
     def _caution_factors(self, values: Values) -> NDArray[np.float64]:
         """Returns [arms], factors of caution on the expected tokens."""
-        log_variance = values.acceptance_uncertainty.variance(self._off_arms[0])
+        log_variance = values.acceptance_uncertainty.variances(self._off_arms[:1])[:, 0]
         factors: NDArray[np.float64] = np.exp(-np.sqrt(log_variance))
         return factors

@@ -32,9 +32,13 @@ def relative_variance(
     only_unobserved: only the uncertainty that steps of the current arm do not reduce: of positions
     beyond its draft length, of other drafters, and of costs.
     """
-    return uncertainty.relative_variance(
-        bucket, current_arm
-    ) + values.acceptance_uncertainty.variance(current_arm, only_unobserved=only_unobserved)
+    acceptance = values.acceptance_uncertainty
+    variances = (
+        acceptance.unobserved_variances(current_arm)
+        if only_unobserved
+        else acceptance.variances([current_arm])[:, 0]
+    )
+    return uncertainty.relative_variance(bucket, current_arm) + variances
 
 
 def expected_improvement(mean: float, sd: float) -> float:
@@ -93,9 +97,9 @@ class DiscountRule:
         if not uncertainty.is_unprofiled:
             return None
         current_arms = [self._shortest_arm if arm is None else arm for arm in proven_arms]
-        acceptance = values.acceptance_uncertainty
-        variance_by_arm = {arm: acceptance.variance(arm) for arm in dict.fromkeys(current_arms)}
+        distinct_arms = list(dict.fromkeys(current_arms))
+        acceptance_variances = values.acceptance_uncertainty.variances(distinct_arms)
         variance = uncertainty.relative_variances(buckets, np.array(current_arms))
-        variance += np.array([variance_by_arm[arm] for arm in current_arms]).T
+        variance += acceptance_variances[:, [distinct_arms.index(arm) for arm in current_arms]]
         pessimism = np.exp(-self._deviations[current_arms] * np.sqrt(variance))
         return np.where(self._drafts_more[current_arms].T, pessimism, 1.0)
