@@ -67,17 +67,9 @@ class CostOrder:
         self._cheaper_arms, self._costlier_arms = (
             np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         )
-        # [arms, arms]: the first costs no more than the second.
-        self._is_cheaper = np.array(
-            [
-                [
-                    (a.drafter == b.drafter and a.gamma <= b.gamma)
-                    or (a.gamma == 0 and b.gamma > 0)
-                    for b in arms
-                ]
-                for a in arms
-            ]
-        )
+        # For each arm, the arms that cost no less and those that cost no more, as runs of indices.
+        self._costlier_runs = [_find_runs([_costs_no_more(a, b) for b in arms]) for a in arms]
+        self._cheaper_runs = [_find_runs([_costs_no_more(b, a) for b in arms]) for a in arms]
 
     def lower_to_order(
         self, table: NDArray[np.float64], *, over_batches: bool = True
@@ -126,10 +118,13 @@ class CostOrder:
         arms, buckets = np.nonzero(last_steps)
         newest_first = np.argsort(-last_steps[arms, buckets], kind="stable")
         for i, j in zip(arms[newest_first].tolist(), buckets[newest_first].tolist(), strict=True):
-            value = min(max(table[i, j], lower_bound[i, j]), upper_bound[i, j])
-            costlier, cheaper = self._is_cheaper[i], self._is_cheaper[:, i]
-            lower_bound[costlier, j:] = np.maximum(lower_bound[costlier, j:], value)
-            upper_bound[cheaper, : j + 1] = np.minimum(upper_bound[cheaper, : j + 1], value)
+            value = min(max(table.item(i, j), lower_bound.item(i, j)), upper_bound.item(i, j))
+            for run in self._costlier_runs[i]:
+                costlier_bounds = lower_bound[run, j:]
+                np.maximum(costlier_bounds, value, out=costlier_bounds)
+            for run in self._cheaper_runs[i]:
+                cheaper_bounds = upper_bound[run, : j + 1]
+                np.minimum(cheaper_bounds, value, out=cheaper_bounds)
         # A table in order stays in order if it is clipped to bounds that are in order.
         return np.clip(self.lower_to_order(table), lower_bound, upper_bound)
 
@@ -146,6 +141,17 @@ class CostOrder:
             )
             is_reachable[chain[: longest + 1 + extra_arms]] = True
         return is_reachable
+
+
+def _costs_no_more(a: Arm, b: Arm) -> bool:
+    """Returns whether a step of `a` costs no more than one of `b`, at the same batch size."""
+    return (a.drafter == b.drafter and a.gamma <= b.gamma) or (a.gamma == 0 and b.gamma > 0)
+
+
+def _find_runs(is_member: Sequence[bool]) -> list[slice]:
+    """Returns the runs of consecutive members."""
+    edges = [i for i, pair in enumerate(pairwise([False, *is_member, False])) if pair[0] != pair[1]]
+    return [slice(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _are_batches_ordered(table: NDArray[np.float64]) -> bool:
