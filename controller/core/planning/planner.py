@@ -207,7 +207,7 @@ class Planner:
         is_within_bounds = self._arms_within_bounds(values, discounts)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._allowed_arms is not None:
-            self._mark_overridden(apply_bounds(value, value, is_within_bounds).argmax(axis=0))
+            self._mark_overridden(apply_bounds(value, is_within_bounds).argmax(axis=0))
             value = _mask_excluded(self._allowed_arms, value)
         if is_within_bounds is not None:
             value = self._apply_bounds(value, is_within_bounds)
@@ -338,7 +338,7 @@ class Planner:
         """
         if self._allowed_arms is not None:
             is_within_bounds = is_within_bounds & self._allowed_arms
-        bounded_value = apply_bounds(value, value, is_within_bounds)
+        bounded_value = apply_bounds(value, is_within_bounds)
         self._record_excluded(value.argmax(axis=0), bounded_value.argmax(axis=0))
         return bounded_value
 
@@ -357,7 +357,7 @@ class Planner:
                 _mask_excluded(self._allowed_arms, value),
                 is_within_bounds & self._allowed_arms,
             )
-        best_arms = apply_bounds(value, value, is_within_bounds).argmax(axis=0).tolist()
+        best_arms = apply_bounds(value, is_within_bounds).argmax(axis=0).tolist()
         bounded_choice = [
             arm if is_within_bounds[arm, j] else best_arms[j] for j, arm in enumerate(choice)
         ]
