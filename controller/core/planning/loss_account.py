@@ -10,7 +10,7 @@ before the stretch do not offset it.  As long as no step raises the debt above D
 steps lose more than DEBT_MAX_STEPS + n * ALLOWANCE.
 
 Every choice that costs something before it can pay is limited by `loss_budget_steps`: probes, and
-waking a drafter.  With half of the debt used, gamma = 0 is chosen without a margin over another arm.
+waking a drafter.  With half of the possible debt used, gamma = 0 needs no margin over another arm.
 
 Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
 recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A

@@ -5,9 +5,9 @@
 gamma = 0 is an arm like any other (E = 0).  The choice changes only if another arm's value is
 higher by `switch_margin`, so that noise near a break-even point does not cause switching, and if
 the gain pays back the cost of the change (an idle drafter has to catch up) within
-`payback_seconds`.  A bound on the time per output token
-excludes the arms that exceed it (`token_time`).  A drafter is woken only within the allowed loss
-against gamma = 0 (`loss_account`); until then the best arm that needs no wake-up runs.
+`payback_seconds`.  A bound on the time per output token excludes the arms that exceed it
+(`token_time`).  A drafter is woken only within the allowed loss against gamma = 0 (`loss_account`);
+until then the best arm that needs no wake-up runs.
 """
 
 import math

@@ -37,7 +37,7 @@ def values(expected, seconds):
         expected,
         costs,
         np.zeros(len(expected)),
-        CatchUpPrice(0, 0, 0),
+        CatchUpPrice(0, 0),
         value,
     )
 

@@ -52,7 +52,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     curve = estimator.curve()
     values = evaluate_arms(
         ARMS, np.array(SIZES, dtype=float), TrafficCurves({"mtp": curve}, {}, {"mtp": curve}),
-        costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0, 0.0),
+        costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0),
     )  # fmt: skip
     return ProbeSituation(
         values,

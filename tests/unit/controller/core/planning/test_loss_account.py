@@ -33,7 +33,7 @@ def values(expected=(0.0, 0.5, 1.0), cost=(1.0, 1.2, 2.0)):
     seconds = 0.01 * np.repeat(np.array(cost)[:, None], rows, axis=1)
     return Values(
         ARMS, TrafficCurves({}, {}, {}), table, Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
-        np.zeros_like(seconds), CatchUpPrice(0.0, 0.0, 0.0), (1 + table) / seconds,
+        np.zeros_like(seconds), CatchUpPrice(0.0, 0.0), (1 + table) / seconds,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
         np.repeat(each[:, None], array.shape[1], axis=1),
         costs,
         np.repeat(np.array(catch_up or [0.0] * len(array))[:, None], array.shape[1], axis=1),
-        CatchUpPrice(0.0, 0.0, 0.0),
+        CatchUpPrice(0.0, 0.0),
         array,
     )
 

@@ -37,7 +37,7 @@ def values(ms: Any, catch_up: float = 0.0) -> Values:
     return Values(
         ARMS, TrafficCurves({}, {}, {}), expected,
         Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
-        np.full(tpot.shape, catch_up), CatchUpPrice(0.0, 0.0, 0.0), BATCH / tpot,
+        np.full(tpot.shape, catch_up), CatchUpPrice(0.0, 0.0), BATCH / tpot,
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def looked_by(ms: Any, bound: TokenTimeBound | None) -> tuple[int, float]:
     may = ours.probe_candidates(row_values, 0, looking.probe_share)
     schedule = ObservationScheduler(ARMS).schedule(
         row_values.tokens_per_second[:, 0].tolist(), row_values.costs.seconds[:, 0].tolist(), BATCH,
-        CatchUpPrice(0.0, 0.0, 0.0), RESTLESS, looking, None if may is None else may.tolist(),
+        CatchUpPrice(0.0, 0.0), RESTLESS, looking, None if may is None else may.tolist(),
     )  # fmt: skip
     assert schedule is not None
     return schedule.probes[0][0], schedule.interval_steps
