@@ -63,7 +63,7 @@ class Values:
     @cached_property
     def has_wake_up_cost(self) -> bool:
         """Whether any drafter has to catch up before it can draft."""
-        return np.count_nonzero(self.catch_up_seconds) > 0
+        return bool(np.count_nonzero(self.catch_up_seconds))
 
     @property
     def tpot_seconds(self) -> NDArray[np.float64]:
