@@ -7,7 +7,8 @@ classes and attributes can be renamed without changing the format.  A variable t
 declare is either made by the constructor from the engine, the settings and the profile, or never
 read by a decision.  A derived variable is computed from the recorded ones: it is None until it is
 needed, and None again in a restored object.  An added variable is missing in recordings of earlier
-versions; an object restored from one of these keeps the constructor's value.
+versions; an object restored from one of these keeps the constructor's value.  A removed variable is
+only in recordings of earlier versions, and is ignored.
 """
 
 import dataclasses

@@ -90,12 +90,10 @@ class DrafterBacklog:
 class CatchUpPrice:
     """Holds the cost of waking a drafter, in seconds.
 
-    cheapest_seconds: of the cheapest wake-up now.  fixed_seconds: of any wake-up.
-    seconds_per_token: of each missed token.
+    cheapest_seconds: of the cheapest wake-up now.  seconds_per_token: of each missed token.
     """
 
     cheapest_seconds: float
-    fixed_seconds: float
     seconds_per_token: float
 
 
@@ -143,9 +141,7 @@ class CatchUpEstimator:
     @property
     def price(self) -> CatchUpPrice:
         """The present estimates, with the cheapest wake-up of all drafters."""
-        return CatchUpPrice(
-            min(self.seconds_by_drafter().values()), self._fixed_seconds, self._seconds_per_token
-        )
+        return CatchUpPrice(min(self.seconds_by_drafter().values()), self._seconds_per_token)
 
     def predict_seconds(self, drafter: str) -> float:
         """Returns the extra seconds of the next step if this drafter has to catch up in it."""

@@ -76,10 +76,10 @@ class ContextByBatch:
 
     def by_bucket(self) -> NDArray[np.float64]:
         """Returns [buckets], tokens per sequence."""
+        if self._steps == 0:
+            return np.array(self._means)
         # [weights and totals, buckets]
         sums = np.array([self._weights, self._means])
-        if self._steps == 0:
-            return sums[1]
         idle_steps = self._steps - np.array(self._last_steps)
         sums[0] *= np.exp(idle_steps / -_FADE_STEPS)
         sums[1] *= sums[0]

@@ -400,7 +400,7 @@ class Explorer:
         ) - fixed_loss_steps
         if budget_steps < loss_per_step:
             return 0
-        return min(steps, int(budget_steps / loss_per_step)) if loss_per_step else steps
+        return int(min(steps, budget_steps / loss_per_step)) if loss_per_step else steps
 
     def _stale_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm that is not chosen only because of a stale cost, or None."""

@@ -9,8 +9,8 @@ stretches of steps that end now, of the loss beyond the allowance (a CUSUM, Page
 before the stretch do not offset it.  As long as no step raises the debt above DEBT_MAX_STEPS, no n
 steps lose more than DEBT_MAX_STEPS + n * ALLOWANCE.
 
-Every choice that costs something before it can pay is limited by `loss_budget_steps`: probes,
-waking a drafter, and drafting only because gamma = 0 observes nothing.
+Every choice that costs something before it can pay is limited by `loss_budget_steps`: probes, and
+waking a drafter.  With half of the possible debt used, gamma = 0 needs no margin over another arm.
 
 Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
 recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A

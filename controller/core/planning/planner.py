@@ -5,9 +5,9 @@
 gamma = 0 is an arm like any other (E = 0).  The choice changes only if another arm's value is
 higher by `switch_margin`, so that noise near a break-even point does not cause switching, and if
 the gain pays back the cost of the change (an idle drafter has to catch up) within
-`payback_seconds`.  A bound on the time per output token
-excludes the arms that exceed it (`token_time`).  A drafter is woken only within the allowed loss
-against gamma = 0 (`loss_account`); until then the best arm that needs no wake-up runs.
+`payback_seconds`.  A bound on the time per output token excludes the arms that exceed it
+(`token_time`).  A drafter is woken only within the allowed loss against gamma = 0 (`loss_account`);
+until then the best arm that needs no wake-up runs.
 """
 
 import math
@@ -63,7 +63,7 @@ class Values:
     @cached_property
     def has_wake_up_cost(self) -> bool:
         """Whether any drafter has to catch up before it can draft."""
-        return np.count_nonzero(self.catch_up_seconds) > 0
+        return bool(np.count_nonzero(self.catch_up_seconds))
 
     @property
     def tpot_seconds(self) -> NDArray[np.float64]:
@@ -207,7 +207,7 @@ class Planner:
         is_within_bounds = self._arms_within_bounds(values, discounts)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._allowed_arms is not None:
-            self._mark_overridden(apply_bounds(value, value, is_within_bounds).argmax(axis=0))
+            self._mark_overridden(apply_bounds(value, is_within_bounds).argmax(axis=0))
             value = _mask_excluded(self._allowed_arms, value)
         if is_within_bounds is not None:
             value = self._apply_bounds(value, is_within_bounds)
@@ -338,7 +338,7 @@ class Planner:
         """
         if self._allowed_arms is not None:
             is_within_bounds = is_within_bounds & self._allowed_arms
-        bounded_value = apply_bounds(value, value, is_within_bounds)
+        bounded_value = apply_bounds(value, is_within_bounds)
         self._record_excluded(value.argmax(axis=0), bounded_value.argmax(axis=0))
         return bounded_value
 
@@ -357,7 +357,7 @@ class Planner:
                 _mask_excluded(self._allowed_arms, value),
                 is_within_bounds & self._allowed_arms,
             )
-        best_arms = apply_bounds(value, value, is_within_bounds).argmax(axis=0).tolist()
+        best_arms = apply_bounds(value, is_within_bounds).argmax(axis=0).tolist()
         bounded_choice = [
             arm if is_within_bounds[arm, j] else best_arms[j] for j, arm in enumerate(choice)
         ]

@@ -4,8 +4,8 @@
 
 At a given batch size, the arm with the most tokens per second therefore has the smallest t, so a
 bound does not trade throughput for latency.  A bound changes the choice only where V alone does not
-determine it: through the price of not observing, a published rule, the cost of a switch, or a
-probe.  If no arm meets the bound, the one with the smallest t runs.
+determine it: through a published rule, the cost of a switch, or a probe.  If no arm meets the
+bound, the one with the smallest t runs.
 """
 
 from collections.abc import Sequence
@@ -127,17 +127,15 @@ class RowBounds:
 
 
 def apply_bounds(
-    value: NDArray[np.float64],
-    fallback: NDArray[np.float64],
-    is_within_bounds: NDArray[np.bool_] | None,
+    value: NDArray[np.float64], is_within_bounds: NDArray[np.bool_] | None
 ) -> NDArray[np.float64]:
     """Returns [arms, rows], values that are almost 0 where an arm exceeds the bound.
 
-    In rows where no arm meets it: `fallback`, which is largest where the time per token is
-    smallest.  is_within_bounds: [arms, rows], whether an arm meets its bound; None = there are no
-    bounds.
+    In rows where no arm meets it, the values are left as they are: they are largest where the time
+    per token is smallest.  is_within_bounds: [arms, rows], whether an arm meets its bound; None =
+    there are no bounds.
     """
     if is_within_bounds is None:
         return value
     bounded = np.where(is_within_bounds, value, value * _VIOLATION_FACTOR)
-    return np.where(is_within_bounds.any(axis=0), bounded, fallback)
+    return np.where(is_within_bounds.any(axis=0), bounded, value)

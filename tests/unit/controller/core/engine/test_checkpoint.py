@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,27 @@ def test_a_recording_from_before_a_variable_was_added_is_restored():
     del taken["traffic"].fields["mix"]
     with pytest.raises(InvalidStateError, match=r"traffic_estimator\.mix"):
         restore_state(fresh(clock), taken)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_variable_that_only_earlier_recordings_have_is_ignored(policy):
+    clock = VirtualClock()
+    engine = EventfulEngine(fresh(clock, policy), clock)
+    engine.run(50)
+    taken = capture_state(engine.core)
+    del taken["explorer"].fields["gamma_zero_budget_share"]
+    # What earlier versions recorded there, of a class that is not declared any more.
+    price = RecordedObject("observation_cost", {"loss": np.zeros(3), "arm": np.zeros((1, 3))})
+    for observation in (None, price):
+        taken["planner"].fields["observation"] = observation
+        core = fresh(clock, policy)
+        restore_state(core, through_proto(taken))
+        assert not hasattr(core._planner, "observation")
+        assert core._planner.choice == engine.core._planner.choice
+        assert core.explorer.gamma_zero_budget_share == 0.0
+    taken["explorer"].fields["observation"] = None
+    with pytest.raises(InvalidStateError, match=r"explorer\.observation is recorded but not known"):
+        restore_state(fresh(clock, policy), taken)
 
 
 def test_a_capture_does_not_move_with_the_core():

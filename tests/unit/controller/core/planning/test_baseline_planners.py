@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
@@ -25,7 +24,6 @@ from tests.support.virtual_engine import make_engine
 
 GAMMAS = (0, 1, 3, 5, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]
-CALM = ShiftProbabilities(1e-4, 0.0)
 
 
 def values(expected, seconds):
@@ -34,11 +32,12 @@ def values(expected, seconds):
     expected = np.repeat(expected[:, None], seconds.shape[1], axis=1)
     value = (1 + expected) / seconds
     return Values(
+        ARMS,
         TrafficCurves({}, {}, {}),
         expected,
         costs,
         np.zeros(len(expected)),
-        CatchUpPrice(0, 0, 0),
+        CatchUpPrice(0, 0),
         value,
     )
 
@@ -55,7 +54,7 @@ def test_tide_speculates_exactly_where_its_equation_5_says(alpha, c, betas):
     expected = [sum(alpha**k for k in range(1, g + 1)) for g in GAMMAS]
     seconds = [[t0 if g == 0 else t0 * (c * g + beta) for beta in betas] for g in GAMMAS]
     planner = TidePlanner(ARMS, range(1, len(betas) + 1), PlannerSettings(policy="tide"))
-    choice = planner.update(values(expected, seconds), CALM)
+    choice = planner.update(values(expected, seconds))
     for beta, arm in zip(betas, choice, strict=True):
         speedup = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (c * gamma + beta))
         if abs(speedup - 1) > 1e-9:
@@ -66,7 +65,7 @@ def test_tide_takes_the_nearest_draft_length_that_there_is():
     arms = [Arm("mtp", g) for g in (0, 1, 7)]
     planner = TidePlanner(arms, (1,), PlannerSettings(policy="tide", tide_gamma=6))
     seconds = [[1.0], [1.1], [1.2]]
-    assert planner.update(values([0, 0.8, 3.0], seconds), CALM) == [2]
+    assert planner.update(values([0, 0.8, 3.0], seconds)) == [2]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -87,7 +86,7 @@ def test_the_moving_average_goes_where_sglangs_own_class_goes(seed, batches):
             acceptance = rng.random()
         batch = rng.choice(batches)
         arm = peer.choose(batch, 0.0).arm
-        assert ours.update(nothing, CALM)[batch - 1] == arm
+        assert ours.update(nothing)[batch - 1] == arm
         gamma = GAMMAS[arm]
         moved.add(gamma)
         counts = accepted_counts(rng, batch, gamma, acceptance)

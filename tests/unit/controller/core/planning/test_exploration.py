@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.estimator import AcceptanceEstimator
+from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import CostModel
 from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import Explorer, ProbeSituation
+from controller.core.planning.observation_schedule import probing_share
 from controller.core.planning.planner import evaluate_arms
 from controller.core.planning.value_uncertainty import expected_improvement, relative_variance
 from controller.core.settings import PlannerSettings
@@ -50,10 +52,16 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     curve = estimator.curve()
     values = evaluate_arms(
         ARMS, np.array(SIZES, dtype=float), TrafficCurves({"mtp": curve}, {}, {"mtp": curve}),
-        costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0, 0.0),
+        costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0),
     )  # fmt: skip
     return ProbeSituation(
-        values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket
+        values,
+        costs.uncertainty(),
+        bucket,
+        SIZES[bucket],
+        current,
+        ShiftProbabilities(1 / horizon, 0.0),
+        bucket,
     )
 
 
@@ -156,26 +164,28 @@ def test_a_probe_is_charged_for_what_it_lost_and_ends_after_its_steps():
     assert ours.running_probe is None
     assert ours.probe_count == 1
     assert ours.lost_seconds == pytest.approx(lost)
-    assert ours.credit_seconds == pytest.approx(0.1 - lost)
+    earned = probing_share(SETTINGS, 0.0) * 0.05 * probe.steps
+    assert ours.credit_seconds == pytest.approx(0.1 + earned - lost)
     assert ours.spent_share == pytest.approx(lost / (0.05 * probe.steps))
 
 
-def test_a_lucky_probe_earns_no_credit():
+def test_a_lucky_probe_earns_no_more_credit_than_any_step():
     ours = explorer(credit=0.1)
     ours.start_probe_if_worthwhile(situation(0.85, 30, current=1), 0.0)
     assert ours.running_probe is not None
     probe = ours.running_probe[1]
     gamma = probe.arm.gamma
     ours.observe(report(1, probe.probe_id, gamma, accepted=gamma), 0.001, 0.0, 0.1)
-    assert ours.credit_seconds == pytest.approx(0.1)
+    assert ours.lost_seconds < 0
+    assert ours.credit_seconds == pytest.approx(0.1 + probing_share(SETTINGS, 0.0) * 0.001)
 
 
 def test_credit_is_earned_by_steps_and_bounded():
     ours = explorer(credit=0.0)
-    ours.observe(report(1), 0.5, 0.01, 0.0)
-    assert ours.credit_seconds == pytest.approx(0.005)
+    ours.observe(report(1), 0.5, 1.0, 0.0)
+    assert ours.credit_seconds == pytest.approx(0.5 * SETTINGS.probe_share)
     for step in range(2, 2000):
-        ours.observe(report(step), 0.5, 0.01, 0.0)
+        ours.observe(report(step), 0.5, 1.0, 0.0)
     assert ours.credit_seconds == SETTINGS.probe_credit_max_seconds
 
 
@@ -262,3 +272,74 @@ def test_a_probe_runs_for_as_many_steps_as_may_be_lost_against_gamma_0():
     assert 0 <= steps[0.5] < steps[100.0] == 8
     # gamma = 0 loses nothing against itself.
     assert explorer()._affordable_steps(replace(conditions, loss_budget_steps=0.0), 0, 3) == 3
+
+
+BUSY = ShiftProbabilities(0.01, 0.01, 0.01, 3.0)
+
+
+def at_gamma_0(hazard=BUSY, **changes):
+    """Plain decoding is best, and drafting would be if traffic were better."""
+    return replace(situation(0.05, 200, current=0), hazard=hazard, **changes)
+
+
+def test_steps_at_gamma_0_earn_the_budget_of_their_schedule():
+    ours = explorer(credit=0.0)
+    assert ours.gamma_zero_budget_share == 0.0
+    # Nothing was decided yet.
+    ours.observe(report(1, gamma=0), 0.1, 0.0, 0.0)
+    first = ours.credit_seconds
+    assert first == pytest.approx(0.1 * probing_share(SETTINGS, 0.0))
+    ours.start_probe_if_worthwhile(at_gamma_0(), 0.0)
+    # Probes have found better traffic: see `test_observation_schedule`.
+    assert ours.gamma_zero_budget_share == pytest.approx(4 * SETTINGS.probe_share)
+    ours.observe(report(2, gamma=0), 0.1, 0.0, 0.0)
+    assert ours.credit_seconds - first == pytest.approx(0.1 * 4 * SETTINGS.probe_share)
+    before = ours.credit_seconds
+    ours.observe(report(3, gamma=3), 0.1, 0.0, 0.0)
+    assert ours.credit_seconds - before == pytest.approx(0.1 * probing_share(SETTINGS, 0.0))
+
+
+def first_look(conditions, ours=None):
+    """The steps at gamma = 0 before the first probe, and the probe; (200, None) without one."""
+    ours = ours or explorer()
+    # Probes for doubt are not the subject here.
+    ours._next_review_report = 10**9
+    for step in range(200):
+        ours.start_probe_if_worthwhile(conditions, 0.0)
+        if ours.running_probe is not None:
+            return step, ours.running_probe[1]
+        ours.observe(report(step, gamma=0), 0.01, 0.0, 0.0)
+    return 200, None
+
+
+def test_gamma_0_looks_when_its_interval_is_over():
+    conditions = at_gamma_0()
+    steps, probe = first_look(conditions)
+    assert probe.arm.gamma > 0
+    schedule = explorer()._schedule_observation(conditions)
+    assert steps == np.ceil(schedule.interval_steps)
+    calm_steps, _ = first_look(at_gamma_0(ShiftProbabilities(1e-4, 0.0)))
+    assert calm_steps > steps
+
+
+def test_gamma_0_looks_only_by_an_arm_that_may_run():
+    _, probe = first_look(at_gamma_0())
+    cheapest = ARMS.index(probe.arm)
+    feasible = np.array([i != cheapest for i in range(len(ARMS))])
+    _, other = first_look(at_gamma_0(feasible=feasible))
+    assert other.arm not in (probe.arm, ARMS[0])
+    assert first_look(at_gamma_0(feasible=np.arange(len(ARMS)) == 0)) == (200, None)
+
+
+def test_an_arm_that_a_discount_makes_dear_does_not_look():
+    _, probe = first_look(at_gamma_0())
+    discounts = np.ones((len(ARMS), len(SIZES)))
+    discounts[ARMS.index(probe.arm)] = 0.1
+    _, other = first_look(at_gamma_0(discounts=discounts))
+    assert other.arm not in (probe.arm, ARMS[0])
+
+
+def test_without_credit_gamma_0_does_not_look():
+    conditions = at_gamma_0()
+    conditions.values.catch_up_seconds[1:] = 100.0
+    assert first_look(conditions) == (200, None)

@@ -32,8 +32,8 @@ def values(expected=(0.0, 0.5, 1.0), cost=(1.0, 1.2, 2.0)):
     table = np.repeat(np.array(expected)[:, None], rows, axis=1)
     seconds = 0.01 * np.repeat(np.array(cost)[:, None], rows, axis=1)
     return Values(
-        TrafficCurves({}, {}, {}), table, Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
-        np.zeros_like(seconds), CatchUpPrice(0.0, 0.0, 0.0), (1 + table) / seconds,
+        ARMS, TrafficCurves({}, {}, {}), table, Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
+        np.zeros_like(seconds), CatchUpPrice(0.0, 0.0), (1 + table) / seconds,
     )  # fmt: skip
 
 
@@ -133,8 +133,8 @@ def test_an_expensive_waking_is_done_at_once_where_drafting_surely_pays(steps, l
     assert waking[2, 0] == DEBT_MAX_STEPS
 
 
-def test_gamma_0_pays_nothing_for_what_it_does_not_see_once_half_is_lost():
+def test_gamma_0_needs_no_margin_once_half_is_lost():
     account = LossAccount(ARMS)
-    assert not account.limits(values()).ignores_observation_cost
+    assert not account.limits(values()).prefers_off
     run(account, 0, 1, extra=0.01 * 0.6 * DEBT_MAX_STEPS)
-    assert account.limits(values()).ignores_observation_cost
+    assert account.limits(values()).prefers_off

@@ -13,7 +13,7 @@ from controller.core.settings import PlannerSettings
 
 ARMS = [Arm("mtp", g) for g in (0, 1, 3)]
 SETTINGS = PlannerSettings()
-FREE = CatchUpPrice(0.0, 0.0, 0.0)
+FREE = CatchUpPrice(0.0, 0.0)
 CALM = ShiftProbabilities(1e-3, 1e-3)
 
 
@@ -76,7 +76,7 @@ def test_where_a_good_day_would_not_pay_nothing_looks():
 
 
 def test_waking_that_costs_is_done_less_often():
-    dear = CatchUpPrice(cheapest_seconds=0.05, fixed_seconds=0.0, seconds_per_token=1e-5)
+    dear = CatchUpPrice(cheapest_seconds=0.05, seconds_per_token=1e-5)
     assert schedule(catch_up=dear).interval_steps > schedule().interval_steps
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.shifts import ShiftProbabilities
 from controller.core.acceptance.traffic_estimator import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
@@ -21,9 +20,7 @@ from controller.core.settings import PlannerSettings
 ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 
 
-# Probing off: gamma = 0 then is an arm like any other, without a price for being blind.
 PLAIN = PlannerSettings(switch_margin=0.02, probe_share=0.0)
-CALM = ShiftProbabilities(any_shift=1e-4, better_shift=0.0)
 
 
 def values(table, *, seconds=None, catch_up=None, expected=None):
@@ -34,11 +31,12 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
     )
     each = np.zeros(len(array)) if expected is None else np.asarray(expected, dtype=float)
     return Values(
+        ARMS,
         TrafficCurves({}, {}, {}),
         np.repeat(each[:, None], array.shape[1], axis=1),
         costs,
         np.repeat(np.array(catch_up or [0.0] * len(array))[:, None], array.shape[1], axis=1),
-        CatchUpPrice(0.0, 0.0, 0.0),
+        CatchUpPrice(0.0, 0.0),
         array,
     )
 
@@ -56,7 +54,7 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
 def test_the_choice_is_never_more_than_the_margin_below_the_best(tables):
     planner = Planner(ARMS, (1, 8), PLAIN)
     for table in tables:
-        choice = planner.update(values(table), CALM)
+        choice = planner.update(values(table))
         for j, i in enumerate(choice):
             assert table[i, j] * 1.02 >= table[:, j].max() * (1 - 1e-12)
 
@@ -64,31 +62,31 @@ def test_the_choice_is_never_more_than_the_margin_below_the_best(tables):
 def test_noise_at_a_pivot_does_not_switch():
     planner = Planner(ARMS, (1,), PLAIN)
     rng = np.random.default_rng(0)
-    planner.update(values([[100.0], [100.5], [90.0], [80.0]]), CALM)
+    planner.update(values([[100.0], [100.5], [90.0], [80.0]]))
     for _ in range(1000):
         noisy = np.array([[100.0], [100.0], [90.0], [80.0]]) * rng.uniform(0.995, 1.005, (4, 1))
-        planner.update(values(noisy), CALM)
+        planner.update(values(noisy))
     assert planner.switches == 0
     assert planner.reasons[0] in (Reason.HOLD, Reason.EXPLOIT)
 
 
 def test_a_switch_must_pay_back_its_catch_up():
     planner = Planner(ARMS, (1,), PlannerSettings(probe_share=0.0, payback_seconds=2.0))
-    planner.update(values([[100.0], [90.0], [80.0], [80.0]]), CALM)
+    planner.update(values([[100.0], [90.0], [80.0], [80.0]]))
     better = [[100.0], [110.0], [80.0], [80.0]]
     # 10 % more for two seconds is worth 0.2 s.
-    planner.update(values(better, catch_up=[0, 0.25, 0.25, 0.25]), CALM)
+    planner.update(values(better, catch_up=[0, 0.25, 0.25, 0.25]))
     assert planner.choice == [0]
     assert planner.reasons == [Reason.HOLD]
-    planner.update(values(better, catch_up=[0, 0.15, 0.15, 0.15]), CALM)
+    planner.update(values(better, catch_up=[0, 0.15, 0.15, 0.15]))
     assert planner.choice == [1]
 
 
 def test_the_second_best_runs_while_the_best_cannot_pay_for_its_catch_up():
     planner = Planner(ARMS, (1,), PlannerSettings(probe_share=0.0, payback_seconds=2.0))
-    planner.update(values([[80.0], [100.0], [80.0], [80.0]]), CALM)
+    planner.update(values([[80.0], [100.0], [80.0], [80.0]]))
     now = [[110.0], [100.0], [130.0], [80.0]]
-    planner.update(values(now, catch_up=[0, 0, 5.0, 5.0]), CALM)
+    planner.update(values(now, catch_up=[0, 0, 5.0, 5.0]))
     assert planner.choice == [0]
     assert planner.reasons == [Reason.HOLD]
 
@@ -97,38 +95,32 @@ def test_a_drafter_is_woken_only_within_what_may_be_lost_and_an_override_wakes_i
     dear = values([[100.0], [130.0], [80.0], [80.0]], catch_up=[0, 0.3, 0.3, 0.3])
     # A plain step takes 1 s in these tables.
     planner = Planner(ARMS, (1,), PLAIN)
-    planner.update(dear, CALM)
+    planner.update(dear)
     for waking, arm in ((0.2, 0), (0.4, 1)):
-        planner.update(dear, CALM, None, LossLimits(waking))
+        planner.update(dear, None, LossLimits(waking))
         assert planner.choice == [arm]
-    planner.set_rows((1,), np.array([1.0]), np.array([[False], [True], [False], [False]]))
-    planner.update(dear, CALM, None, LossLimits(0.0))
+    planner.set_rows((1,), np.array([[False], [True], [False], [False]]))
+    planner.update(dear, None, LossLimits(0.0))
     assert planner.choice == [1]
 
 
 def test_gamma_0_is_chosen_by_its_value_alone_once_enough_was_lost():
-    rule = PlannerSettings()
-    table = [[102.0], [100.0], [80.0], [80.0]]
-    often = ShiftProbabilities(
-        any_shift=0.02, better_shift=0.02, unobserved_better_shift=0.02, unobserved_better_count=3.0
-    )
-    planner = Planner(ARMS, (1,), rule)
-    planner.update(values(table), often)
-    assert planner.choice == [1]
-    planner.update(values(table), often, None, LossLimits(ignores_observation_cost=True))
-    assert planner.choice == [0]
+    planner = Planner(ARMS, (1,), PLAIN)
+    planner.update(values([[90.0], [100.0], [80.0], [80.0]]))
+    # gamma = 0 is 1 % better, which is less than the margin of 2 %.
+    table = [[101.0], [100.0], [80.0], [80.0]]
+    assert planner.update(values(table)) == [1]
+    assert planner.update(values(table), None, LossLimits(prefers_off=True)) == [0]
+    # The way back needs the margin.
+    assert planner.update(values([[99.0], [100.0], [80.0], [80.0]])) == [0]
 
 
-def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():
-    table = [[100.0], [97.0], [90.0], [80.0]]
-    seconds = [[0.01]] * 4
-    calm, busy = (Planner(ARMS, (4,), PlannerSettings()) for _ in range(2))
-    calm.update(values(table, seconds=seconds), CALM)
-    busy.update(
-        values(table, seconds=seconds), ShiftProbabilities(any_shift=0.02, better_shift=0.02)
-    )
-    assert calm.choice == [0]
-    assert busy.choice == [1]
+def test_only_gamma_0_needs_no_margin_once_enough_was_lost():
+    planner = Planner(ARMS, (1,), PLAIN)
+    planner.update(values([[80.0], [100.0], [90.0], [80.0]]))
+    slightly_better = values([[80.0], [100.0], [101.0], [80.0]])
+    assert planner.update(slightly_better, None, LossLimits(prefers_off=True)) == [1]
+    assert planner.reasons == [Reason.HOLD]
 
 
 @given(st.integers(1, 2000))

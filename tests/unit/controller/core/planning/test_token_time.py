@@ -14,6 +14,7 @@ from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
 from controller.core.planning.baseline_planners import TidePlanner
+from controller.core.planning.observation_schedule import ObservationScheduler
 from controller.core.planning.overrides import NO_LIMITS, Limits
 from controller.core.planning.planner import Planner, Values
 from controller.core.planning.token_time import TokenTimeBound, token_time_bounds
@@ -22,7 +23,6 @@ from controller.core.settings import PlannerSettings
 ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 BATCH = 8
 PLAIN = PlannerSettings(probe_share=0.0)
-CALM = ShiftProbabilities(any_shift=1e-4, better_shift=0.0)
 RESTLESS = ShiftProbabilities(any_shift=0.02, better_shift=0.02)
 
 
@@ -35,8 +35,9 @@ def values(ms: Any, catch_up: float = 0.0) -> Values:
     expected = np.repeat([[arm.gamma / 2] for arm in ARMS], tpot.shape[1], axis=1)
     seconds = tpot * (1 + expected)
     return Values(
-        TrafficCurves({}, {}, {}), expected, Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
-        np.full(tpot.shape, catch_up), CatchUpPrice(0.0, 0.0, 0.0), BATCH / tpot,
+        ARMS, TrafficCurves({}, {}, {}), expected,
+        Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
+        np.full(tpot.shape, catch_up), CatchUpPrice(0.0, 0.0), BATCH / tpot,
     )  # fmt: skip
 
 
@@ -51,8 +52,7 @@ def planner(
 def limit(owner: Planner, *bounds: TokenTimeBound | None, feasible: Any = None) -> None:
     if feasible is not None:
         feasible = np.array([feasible] * len(bounds), dtype=bool).T
-    sizes = np.full(len(bounds), float(BATCH))
-    owner.set_rows(tuple(range(1, len(bounds) + 1)), sizes, feasible, None, bounds)
+    owner.set_rows(tuple(range(1, len(bounds) + 1)), feasible, None, bounds)
 
 
 SETTING, COMMAND = TokenTimeBound(0.01), TokenTimeBound(0.01, "slow")
@@ -94,91 +94,84 @@ def test_at_one_batch_size_a_bound_never_costs_throughput(ms, bound, feasible):
         planner(None, feasible=feasible),
         planner(TokenTimeBound(bound / 1e3), feasible=feasible),
     )
-    assert bounded.update(values(ms), CALM) == free.update(values(ms), CALM)
+    assert bounded.update(values(ms)) == free.update(values(ms))
     assert bounded.pop_excluded() == {}
 
 
-def test_an_arm_that_would_be_chosen_for_what_it_shows_is_excluded():
-    # Where traffic shifts often, gamma = 0 has a price: it shows nothing.
-    ms = [9.95, 10.05, 11.0, 12.0]
-    free, bounded = (planner(b, settings=PlannerSettings()) for b in (None, SETTING))
-    assert free.update(values(ms), RESTLESS) == [1]
-    assert bounded.update(values(ms), RESTLESS) == [0]
-    assert bounded.reasons == [Reason.EXPLOIT]
-    assert bounded.pop_excluded() == {0: 1}
-    # What was taken is forgotten: it is no state.
-    assert bounded.pop_excluded() == {}
-
-
-def test_an_override_is_the_reason_where_its_bound_excludes_the_choice():
-    ours = planner(COMMAND, None, settings=PlannerSettings())
-    two = np.array([[9.95, 10.05, 11.0, 12.0]] * 2).T
-    assert ours.update(values(two), RESTLESS) == [0, 1]
-    assert ours.reasons == [Reason.OVERRIDE, Reason.EXPLOIT]
-    assert ours.pop_excluded() == {0: 1}
-
-
-def test_where_nothing_keeps_it_the_smallest_time_per_token_runs():
-    ms = [10.9, 11.0, 12.0, 13.0]
-    bounded = planner(SETTING, settings=PlannerSettings())
-    assert planner(None, settings=PlannerSettings()).update(values(ms), RESTLESS) == [1]
-    assert bounded.update(values(ms), RESTLESS) == [0]
+def test_where_nothing_keeps_it_the_choice_is_the_one_without_a_bound():
+    free, bounded = planner(None), planner(SETTING)
+    # The last one is the smallest time per token, after gains within and beyond the margin.
+    for ms, arm in (
+        ([12.0, 11.0, 11.5, 13.0], 1),
+        ([10.95, 11.0, 12.0, 13.0], 1),
+        ([10.7, 11.0, 12.0, 13.0], 0),
+    ):
+        assert bounded.update(values(ms)) == free.update(values(ms)) == [arm]
+        assert bounded.reasons == free.reasons
+        assert bounded.pop_excluded() == {}
 
 
 def test_only_what_may_run_can_keep_it():
     # gamma = 2 keeps the bound and is forbidden: of those that are left the fastest runs.
     ours = planner(SETTING, feasible=[True, True, False, False])
-    assert ours.update(values([12.0, 11.0, 9.0, 10.5]), CALM) == [1]
+    assert ours.update(values([12.0, 11.0, 9.0, 10.5])) == [1]
 
 
 def test_what_may_not_run_does_not_make_a_bound_look_kept():
-    # In the first row only gamma = 2 keeps the bound, and it is forbidden.  gamma = 0 has a price.
-    two = values(np.array([[10.9, 11.0, 9.0, 13.0], [9.0, 11.0, 12.0, 12.0]]).T)
-    left, settings = [True, True, False, False], PlannerSettings()
-    assert planner(None, None, feasible=left, settings=settings).update(two, RESTLESS) == [1, 0]
-    assert planner(SETTING, SETTING, feasible=left, settings=settings).update(two, RESTLESS) == [
-        0,
-        0,
-    ]
+    # In the first row only gamma = 2 keeps the bound, and it is forbidden.
+    two, left = values(np.array([[10.95, 11.0, 9.0, 13.0]] * 2).T), [True, True, False, False]
+    ours = planner(SETTING, SETTING, feasible=left)
+    assert ours.update(values(np.array([[12.0, 9.0, 9.0, 13.0]] * 2).T)) == [1, 1]
+    # As nothing that may run keeps it, gamma = 1 is kept for the margin.
+    assert ours.update(two) == [1, 1]
+    assert ours.pop_excluded() == {}
 
 
-def looked_at(ms: Any, bound: TokenTimeBound | None) -> tuple[int, float]:
-    """The arm by which plain decoding looks at drafting, and the share that it pays for it."""
-    ours = planner(bound, settings=PlannerSettings())
-    assert ours.update(values(ms), RESTLESS) == [0]
-    assert ours.observation_cost is not None
-    return int(ours.observation_cost.probe_arms[0, 0]), float(ours.observation_cost.loss_share[0])
+def looked_by(ms: Any, bound: TokenTimeBound | None) -> tuple[int, float]:
+    """The arm by which plain decoding looks at drafting, and the steps between two looks."""
+    looking, row_values = PlannerSettings(), values(ms)
+    ours = planner(bound, settings=looking)
+    assert ours.update(row_values) == [0]
+    may = ours.probe_candidates(row_values, 0, looking.probe_share)
+    schedule = ObservationScheduler(ARMS).schedule(
+        row_values.tokens_per_second[:, 0].tolist(), row_values.costs.seconds[:, 0].tolist(), BATCH,
+        CatchUpPrice(0.0, 0.0), RESTLESS, looking, None if may is None else may.tolist(),
+    )  # fmt: skip
+    assert schedule is not None
+    return schedule.probes[0][0], schedule.interval_steps
 
 
 def test_plain_decoding_looks_by_an_arm_that_keeps_the_bound():
-    # The cheapest look is a draft of 1, which takes somewhat longer than the bound allows.
-    ms = [9.0, 10.02, 9.99, 12.0]
-    assert looked_at(ms, None)[0] == 1
-    assert looked_at(ms, SETTING)[0] == 2
+    # The cheapest look is a draft of 1.  Plain decoding has no room beside the bound for a probe
+    # that takes longer.
+    ms = [9.92, 10.01, 9.99, 12.0]
+    assert looked_by(ms, None)[0] == 1
+    assert looked_by(ms, SETTING)[0] == 2
 
 
 def test_where_no_draft_keeps_the_bound_looking_costs_what_it_costs_without_one():
+    # While plain decoding has room, any draft may look that could keep the bound.
     ms = [9.0, 10.5, 10.6, 12.0]
-    assert looked_at(ms, SETTING) == looked_at(ms, None)
+    assert looked_by(ms, SETTING) == looked_by(ms, None)
 
 
 def test_an_arm_that_breaks_the_bound_is_left_whatever_the_change_costs():
     free, bounded = planner(None), planner(SETTING)
     for ours in (free, bounded):
-        assert ours.update(values([12.0, 9.0, 11.0, 11.0]), CALM) == [1]
+        assert ours.update(values([12.0, 9.0, 11.0, 11.0])) == [1]
     # A second of catching up is not won back within two by 3 %.
     dear = values([9.9, 10.2, 11.0, 11.0], catch_up=1.0)
-    assert free.update(dear, CALM) == [1]
+    assert free.update(dear) == [1]
     assert free.reasons == [Reason.HOLD]
-    assert bounded.update(dear, CALM) == [0]
+    assert bounded.update(dear) == [0]
 
 
 def test_noise_at_the_bound_does_not_switch():
     ours = planner(SETTING)
-    ours.update(values([9.99, 10.0, 11.0, 11.0]), CALM)
+    ours.update(values([9.99, 10.0, 11.0, 11.0]))
     rng = np.random.default_rng(0)
     for _ in range(500):
-        ours.update(values(np.array([9.99, 10.0, 11.0, 11.0]) * rng.uniform(0.996, 1.004, 4)), CALM)
+        ours.update(values(np.array([9.99, 10.0, 11.0, 11.0]) * rng.uniform(0.996, 1.004, 4)))
     assert ours.switches == 0
 
 
@@ -186,27 +179,29 @@ def test_without_measured_costs_a_bound_is_judged_by_the_bad_case():
     ours = planner(SETTING)
     ms, doubt = values([10.5, 9.0, 12.0, 12.0]), np.array([[1.0], [0.8], [0.5], [0.5]])
     # gamma = 1 keeps the bound only if its guessed cost is right.
-    assert ours.update(ms, CALM, doubt) == [0]
-    assert ours.update(ms, CALM, np.array([[1.0], [0.95], [0.5], [0.5]])) == [1]
+    assert ours.update(ms, doubt) == [0]
+    assert ours.update(ms, np.array([[1.0], [0.95], [0.5], [0.5]])) == [1]
 
 
 def test_a_published_rule_chooses_within_the_bound():
     settings_ = PlannerSettings(policy="tide", tide_gamma=3)
     ours = TidePlanner(ARMS, (1, 2), settings_)
-    assert ours.update(values(np.array([[12.0, 9.0, 9.5, 11.0]] * 2).T), CALM) == [3, 3]
+    assert ours.update(values(np.array([[12.0, 9.0, 9.5, 11.0]] * 2).T)) == [3, 3]
     limit(ours, COMMAND, None)
-    assert ours.update(values(np.array([[12.0, 9.0, 9.5, 11.0]] * 2).T), CALM) == [1, 3]
+    assert ours.update(values(np.array([[12.0, 9.0, 9.5, 11.0]] * 2).T)) == [1, 3]
     assert ours.reasons == [Reason.OVERRIDE, Reason.EXPLOIT]
     assert ours.pop_excluded() == {0: 3}
+    # What was taken is forgotten: it is no state.
+    assert ours.pop_excluded() == {}
     # Nothing keeps it: not the rule's arm, but the one with the smallest time per token.
-    assert ours.update(values(np.array([[14.0, 12.0, 11.0, 13.0]] * 2).T), CALM) == [2, 3]
+    assert ours.update(values(np.array([[14.0, 12.0, 11.0, 13.0]] * 2).T)) == [2, 3]
 
 
 def probed(ours: Planner, ms: Any) -> list[int]:
     """The draft lengths that may be probed after a decision."""
     row_values = values(ms)
-    ours.update(row_values, CALM)
-    may = ours.probe_candidates(row_values, 0)
+    ours.update(row_values)
+    may = ours.probe_candidates(row_values, 0, 0.0)
     assert may is not None
     return [arm.gamma for arm, ok in zip(ARMS, may, strict=True) if ok]
 
@@ -215,13 +210,13 @@ def test_what_breaks_the_bound_is_not_probed_but_for_gamma_0():
     assert probed(planner(SETTING), [12.0, 9.0, 9.5, 10.5]) == [0, 1, 2]
     forbidden = planner(SETTING, feasible=[False, True, True, True])
     assert probed(forbidden, [12.0, 9.0, 9.5, 10.5]) == [1, 2]
-    assert planner(None).probe_candidates(values([12.0, 9.0, 9.5, 10.5]), 0) is None
+    assert planner(None).probe_candidates(values([12.0, 9.0, 9.5, 10.5]), 0, 0.0) is None
 
 
 def test_where_nothing_keeps_the_bound_everything_may_be_probed():
     ours = planner(SETTING)
-    ours.update(values([12.0, 11.0, 11.5, 13.0]), CALM)
-    assert ours.probe_candidates(values([12.0, 11.0, 11.5, 13.0]), 0) is None
+    ours.update(values([12.0, 11.0, 11.5, 13.0]))
+    assert ours.probe_candidates(values([12.0, 11.0, 11.5, 13.0]), 0, 0.0) is None
     left = planner(SETTING, feasible=[True, True, False, False])
     assert probed(left, [12.0, 11.0, 9.5, 13.0]) == [0, 1]
 
@@ -243,8 +238,8 @@ def test_an_idle_drafter_may_be_probed_like_one_that_nothing_shows():
         ours = Planner(arms, (1,), looking)
         limit(ours, SETTING)
         row_values = values(ms)
-        ours.update(row_values, CALM)
-        allowed = ours.probe_candidates(row_values, 0)
+        ours.update(row_values)
+        allowed = ours.probe_candidates(row_values, 0, 0.0)
         assert allowed is not None
         return [arm for arm, ok in zip(arms, allowed, strict=True) if ok]
 
