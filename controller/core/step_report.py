@@ -352,14 +352,12 @@ class StepReport:
     @property
     def ended_rows(self) -> int:
         """Number of rows whose requests had ended before the result was read."""
-        if not self.groups:
-            return 0
         return sum([group.accepted_counts[0] for group in self.groups if group.ended])
 
     @property
     def decoded_rows(self) -> int:
         """Number of rows that gained a token, i.e. whose requests had not ended."""
-        return self.batch_size - self.ended_rows
+        return self.batch_size - self.ended_rows if self.groups else self.batch_size
 
     @property
     def accepted_tokens(self) -> int:

@@ -60,7 +60,8 @@ class PredictionAudit:
         self.predicted_seconds += predicted_seconds
         self.error_seconds += abs(seconds - predicted_seconds)
         # Without a decoded row no choice would have generated tokens.
-        cell, weight = (arm, size), report.generated_tokens / max(rows, 1) * seconds
+        tokens = rows + report.accepted_tokens
+        cell, weight = (arm, size), tokens / max(rows, 1) * seconds
         self._pending[cell] = self._pending.get(cell, 0.0) + weight
 
     def commit(self, values: Values, row_of: Callable[[int], int]) -> None:
