@@ -9,13 +9,12 @@ sequence has a score that depends only on its outcome,
 and a report's total is the sum over outcomes of their counts times these scores.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import mul
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutcomeScores:
     """Holds the scores of all outcomes, of one or more tests.
 
@@ -25,16 +24,6 @@ class OutcomeScores:
 
     rejected: list[list[float]]
     accepted: list[list[float]]
-
-    @classmethod
-    def from_positions(cls, tests: Iterable[Sequence[tuple[float, float]]]) -> "OutcomeScores":
-        """Makes the scores from (a_k, r_k) by test and position."""
-        rejected, accepted = [], []
-        for positions in tests:
-            sums = list(accumulate([success for success, _ in positions], initial=0.0))
-            accepted.append(sums)
-            rejected.append([sums[j] + failure for j, (_, failure) in enumerate(positions)])
-        return cls(rejected, accepted)
 
     def totals(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()

@@ -99,31 +99,27 @@ class Cusum:
 
     def _compute_scores(self) -> OutcomeScores:
         """Returns the scores of the upward and the downward sum."""
-        upward, downward = [], []
         logit_shift, half_trust = (
             self._shift_kind.logit_shift,
             self._shift_kind.half_trust_exposures,
         )
-        factor = math.exp(logit_shift)
-        rise, fall = factor - 1, 1 / factor - 1
+        rise, fall = math.exp(logit_shift) - 1, math.exp(-logit_shift) - 1
+        up = down = 0.0
+        rejected_up, rejected_down, accepted_up, accepted_down = [], [], [up], [down]
         for a, n in zip(self._conditional, self._exposures, strict=True):
             p = min(max(a, _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
             trust = (n + _PRIOR_EXPOSURES) / (n + _PRIOR_EXPOSURES + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
-            upward_failure = -trust * math.log(1 + p * rise)
-            downward_failure = -trust * math.log(1 + p * fall)
             # At either bound no shift is possible: acceptance 1 is no shift from 0.98.
-            upward.append(
-                (upward_failure + trust * logit_shift, upward_failure)
-                if a < _MAX_ACCEPTANCE
-                else (0.0, 0.0)
-            )
-            downward.append(
-                (downward_failure - trust * logit_shift, downward_failure)
-                if a > _MIN_ACCEPTANCE
-                else (0.0, 0.0)
-            )
-        return OutcomeScores.from_positions((upward, downward))
+            failure = -trust * math.log(1 + p * rise) if a < _MAX_ACCEPTANCE else 0.0
+            rejected_up.append(up + failure)
+            up += failure + trust * logit_shift if a < _MAX_ACCEPTANCE else 0.0
+            accepted_up.append(up)
+            failure = -trust * math.log(1 + p * fall) if a > _MIN_ACCEPTANCE else 0.0
+            rejected_down.append(down + failure)
+            down += failure - trust * logit_shift if a > _MIN_ACCEPTANCE else 0.0
+            accepted_down.append(down)
+        return OutcomeScores([rejected_up, rejected_down], [accepted_up, accepted_down])
 
     def observe(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Adds a step's counts; returns the direction of a shift, 1 (better) or -1, otherwise 0.

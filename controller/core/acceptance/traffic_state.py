@@ -240,16 +240,18 @@ class RememberedCurves:
     def _compute_scores(self, drafter: str, reference: ReferenceAcceptance) -> OutcomeScores:
         """Returns by state the log odds that each outcome of a sequence adds."""
         reference_logs = [(math.log(q), math.log(1 - q), trust) for q, trust in reference]
-        tests = []
+        scores = OutcomeScores([], [])
         for log_terms in self._log_terms_of(drafter):
-            positions = zip(log_terms, reference_logs, strict=True)
-            tests.append(
-                [
-                    (trust * (success - t * log_q), trust * (failure - t * log_1_q))
-                    for (success, failure, t), (log_q, log_1_q, trust) in positions
-                ]
-            )
-        return OutcomeScores.from_positions(tests)
+            total, rejected, accepted = 0.0, [], [0.0]
+            for (log_p, log_1_p, t), (log_q, log_1_q, trust) in zip(
+                log_terms, reference_logs, strict=True
+            ):
+                rejected.append(total + trust * (log_1_p - t * log_1_q))
+                total += trust * (log_p - t * log_q)
+                accepted.append(total)
+            scores.rejected.append(rejected)
+            scores.accepted.append(accepted)
+        return scores
 
     def _log_terms_of(self, drafter: str) -> list[list[tuple[float, float, float]]]:
         """Returns [states][positions] of t log p, t log(1 - p) and t."""

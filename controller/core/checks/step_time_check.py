@@ -135,7 +135,7 @@ class _LogTimeDifference:
         return math.sqrt(max(self.square_sum, 0.0) / _COMPARISON_WEIGHT) / self.weight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ComparedMean:
     """Names the mean that an arm's steps are compared with, and where the difference is added.
 
@@ -192,8 +192,12 @@ class StepTimeCheck:
             self._visit += 1
         if arm != self._last_arm or batch_size != self._last_batch_size:
             self._last_arm, self._last_batch_size = arm, batch_size
-            self._recent_means_for(batch_size)
-            self._compared_means = self._select_compared_means(arm, batch_size)
+            recent_means = self._recent_means_for(batch_size)
+            self._compared_means = [
+                self._pair(arm, other_arm, mean, batch_size)
+                for other_arm, mean in recent_means.items()
+                if other_arm != arm and self._must_compare(arm, other_arm, mean)
+            ]
         context, log_seconds = report.kv_tokens / batch_size, math.log(seconds)
         if self._compared_means:
             self._compare(context, log_seconds)
@@ -222,26 +226,30 @@ class StepTimeCheck:
             self._recent_means.move_to_end(batch_size)
         return recent_means
 
-    def _select_compared_means(self, arm: _ArmKey, batch_size: int) -> list[_ComparedMean]:
-        """Returns the means of the drafter's other lengths that a visit of this arm starts with."""
+    def _must_compare(self, arm: _ArmKey, other_arm: _ArmKey, mean: _RecentMean) -> bool:
+        """Returns whether this visit of an arm may be compared with another arm's mean."""
+        is_used_up = mean.compared_visit == self._visit and mean.compared_steps >= _COMPARED_STEPS
+        return (
+            other_arm[0] == arm[0]
+            and mean.steps >= _MEAN_MIN_STEPS
+            and not is_used_up
+            and self._must_differ(arm[0], min(arm[1], other_arm[1]), max(arm[1], other_arm[1]))
+        )
+
+    def _pair(
+        self, arm: _ArmKey, other_arm: _ArmKey, mean: _RecentMean, batch_size: int
+    ) -> _ComparedMean:
         drafter, gamma = arm
-        compared_means = []
-        for other_arm, mean in self._recent_means[batch_size].items():
-            short_gamma, long_gamma = sorted((gamma, other_arm[1]))
-            if (
-                other_arm[0] != drafter
-                or mean.steps < _MEAN_MIN_STEPS
-                or (mean.compared_visit == self._visit and mean.compared_steps >= _COMPARED_STEPS)
-                or not self._must_differ(drafter, short_gamma, long_gamma)
-            ):
-                continue
-            key = (drafter, octave_of(batch_size), short_gamma, long_gamma)
-            difference = self._differences.setdefault(key, _LogTimeDifference())
-            self._differences.move_to_end(key)
+        is_longer = gamma > other_arm[1]
+        gammas = (other_arm[1], gamma) if is_longer else (gamma, other_arm[1])
+        key = (drafter, octave_of(batch_size), *gammas)
+        difference = self._differences.get(key)
+        if difference is None:
+            difference = self._differences[key] = _LogTimeDifference()
             if len(self._differences) > _MAX_DIFFERENCES:
                 self._differences.popitem(last=False)
-            compared_means.append(_ComparedMean(mean, difference, is_longer=gamma == long_gamma))
-        return compared_means
+        self._differences.move_to_end(key)
+        return _ComparedMean(mean, difference, is_longer)
 
     def _compare(self, context: float, log_seconds: float) -> None:
         """Compares a step with the selected means, and drops those that are used up or too old."""
