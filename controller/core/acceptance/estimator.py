@@ -187,9 +187,9 @@ class AcceptanceEstimator:
         """
         previous_step = self._steps
         steps = self._steps = previous_step + 1
-        last_exposure_step = self._last_exposure_step
+        last_exposure_step, shift_z_squared = self._last_exposure_step, self._shift_z_squared
         fast_decay, slow_decay = self._fast_decay, self._slow_decay
-        fast_last_index, slow_last_index = len(fast_decay) - 1, len(slow_decay) - 1
+        fast_size, slow_size = len(fast_decay), len(slow_decay)
         fast_exposures, fast_successes = self._fast_exposures, self._fast_successes
         slow_exposures, slow_successes = self._slow_exposures, self._slow_successes
         reached_count = sum(accepted_counts) + sum(censored_counts)
@@ -205,13 +205,9 @@ class AcceptanceEstimator:
                 slow_exposures[k] *= decay
                 slow_successes[k] *= decay
             last_exposure_step[k] = steps
-            # `min` would cost more than the rest of the line, and so would sums of float and int.
-            fast_kept = fast_decay[
-                reached_count if reached_count < fast_last_index else fast_last_index
-            ]
-            slow_kept = slow_decay[
-                reached_count if reached_count < slow_last_index else slow_last_index
-            ]
+            fast_kept = fast_decay[reached_count] if reached_count < fast_size else fast_decay[-1]
+            slow_kept = slow_decay[reached_count] if reached_count < slow_size else slow_decay[-1]
+            # Sums of floats are faster than sums of floats and integers.
             reached = float(reached_count)
             reached_count -= accepted_counts[k]
             successes = float(reached_count)
@@ -226,10 +222,12 @@ class AcceptanceEstimator:
             ):
                 slow_mean = slow_successes[k] / slow_total
                 difference = fast_successes[k] / fast_total - slow_mean
-                variance = max(slow_mean * (1 - slow_mean), 0.01) * (
+                spread = slow_mean * (1 - slow_mean)
+                # The variance is larger than this share of it, which excludes nearly all steps.
+                is_doubtful = difference * difference * fast_total > shift_z_squared * spread
+                if is_doubtful and difference * difference > shift_z_squared * max(spread, 0.01) * (
                     1 / fast_total + 1 / slow_total
-                )
-                if difference * difference > self._shift_z_squared * variance:
+                ):
                     direction = 1 if difference > 0 else -1
         return direction
 

@@ -169,10 +169,8 @@ class TrafficStateTracker:
     def _predict_probabilities(self, hazard: float) -> list[float]:
         """Returns the probability of each state of `all_states`.  hazard: of a change of state."""
         states = self.all_states
-        hazard_per_visit = hazard / sum([state.visits for state in states])
-        return [
-            (1 - hazard) * state.probability + hazard_per_visit * state.visits for state in states
-        ]
+        hazard_per_visit, stay = hazard / sum([state.visits for state in states]), 1 - hazard
+        return [stay * state.probability + hazard_per_visit * state.visits for state in states]
 
     def _move_to_octave(self, octave: int) -> None:
         if self.octave >= 0:

@@ -301,9 +301,7 @@ class EngineController:
         """Returns the share of a step's time that probing may cost."""
         observation_cost = self._planner.observation_cost
         if observation_cost is not None and report.gamma == 0:
-            return observation_cost.budget_share.item(
-                self._constraints.row_of(report.batch_size)
-            )
+            return observation_cost.budget_share.item(self._constraints.row_of(report.batch_size))
         return probing_share(
             self._settings, self.traffic.state_tracker.hazard_estimator.shift_probability
         )

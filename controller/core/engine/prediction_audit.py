@@ -61,8 +61,8 @@ class PredictionAudit:
         self.error_seconds += abs(seconds - predicted_seconds)
         # Without a decoded row no choice would have generated tokens.
         tokens = rows + report.accepted_tokens
-        cell, weight = (arm, size), tokens / max(rows, 1) * seconds
-        self._pending[cell] = self._pending.get(cell, 0.0) + weight
+        cell, pending = (arm, size), self._pending
+        pending[cell] = pending.get(cell, 0.0) + tokens / (rows or 1) * seconds
 
     def commit(self, values: Values, row_of: Callable[[int], int]) -> None:
         """Prices the observed steps with the values of a new plan.
