@@ -152,6 +152,7 @@ class AcceptanceEstimator:
         self._settings = settings
         self._fast_decay = _decay_table(settings.fast_exposures, settings.fast_steps)
         self._slow_decay = _decay_table(settings.slow_exposures, settings.slow_steps)
+        self._shift_z_squared = settings.shift_z**2
         for cusum in self._cusums:
             cusum.use_settings(settings)
 
@@ -189,37 +190,36 @@ class AcceptanceEstimator:
 
         If `direction` is 0, returns the direction of a shift found by the windows, or 0.
         """
-        self._steps += 1
-        gamma = min(len(accepted_counts) - 1, self.gamma_max)
-        steps, last_exposure_step, settings = self._steps, self._last_exposure_step, self._settings
+        previous_step = self._steps
+        steps = self._steps = previous_step + 1
+        last_exposure_step, shift_z_squared = self._last_exposure_step, self._shift_z_squared
         fast_decay, slow_decay = self._fast_decay, self._slow_decay
-        fast_last_index, slow_last_index = len(fast_decay) - 1, len(slow_decay) - 1
-        fast_exposures, fast_successes, slow_exposures, slow_successes = (
-            self._fast_exposures,
-            self._fast_successes,
-            self._slow_exposures,
-            self._slow_successes,
-        )
-        reached = sum(accepted_counts) + sum(censored_counts)
-        for k in range(gamma):
+        fast_size, slow_size = len(fast_decay), len(slow_decay)
+        fast_exposures, fast_successes = self._fast_exposures, self._fast_successes
+        slow_exposures, slow_successes = self._slow_exposures, self._slow_successes
+        reached_count = sum(accepted_counts) + sum(censored_counts)
+        for k in range(min(len(accepted_counts) - 1, self.gamma_max)):
             if censored_counts:
-                reached -= censored_counts[k]
-            if reached == 0:
+                reached_count -= censored_counts[k]
+            if not reached_count:
                 break
-            successes = reached - accepted_counts[k]
-            idle_steps = steps - last_exposure_step[k] - 1
-            last_exposure_step[k] = steps
-            if idle_steps > 0:
+            if last_exposure_step[k] != previous_step:
                 # The slow window fades by the steps in which the position was not observed.
-                decay = math.exp(-idle_steps / settings.idle_steps)
+                idle_steps = previous_step - last_exposure_step[k]
+                decay = math.exp(-idle_steps / self._settings.idle_steps)
                 slow_exposures[k] *= decay
                 slow_successes[k] *= decay
-            decay = fast_decay[min(fast_last_index, reached)]
-            fast_total = fast_exposures[k] = fast_exposures[k] * decay + reached
-            fast_successes[k] = fast_successes[k] * decay + successes
-            decay = slow_decay[min(slow_last_index, reached)]
-            slow_total = slow_exposures[k] = slow_exposures[k] * decay + reached
-            slow_successes[k] = slow_successes[k] * decay + successes
+            last_exposure_step[k] = steps
+            fast_kept = fast_decay[reached_count] if reached_count < fast_size else fast_decay[-1]
+            slow_kept = slow_decay[reached_count] if reached_count < slow_size else slow_decay[-1]
+            # Sums of floats are faster than sums of floats and integers.
+            reached = float(reached_count)
+            reached_count -= accepted_counts[k]
+            successes = float(reached_count)
+            fast_total = fast_exposures[k] = fast_exposures[k] * fast_kept + reached
+            fast_successes[k] = fast_successes[k] * fast_kept + successes
+            slow_total = slow_exposures[k] = slow_exposures[k] * slow_kept + reached
+            slow_successes[k] = slow_successes[k] * slow_kept + successes
             if (
                 not direction
                 and fast_total >= _SHIFT_MIN_EXPOSURES
@@ -227,12 +227,13 @@ class AcceptanceEstimator:
             ):
                 slow_mean = slow_successes[k] / slow_total
                 difference = fast_successes[k] / fast_total - slow_mean
-                variance = max(slow_mean * (1 - slow_mean), 0.01) * (
+                spread = slow_mean * (1 - slow_mean)
+                # The variance is larger than this share of it, which excludes nearly all steps.
+                is_doubtful = difference * difference * fast_total > shift_z_squared * spread
+                if is_doubtful and difference * difference > shift_z_squared * max(spread, 0.01) * (
                     1 / fast_total + 1 / slow_total
-                )
-                if difference * difference > settings.shift_z**2 * variance:
+                ):
                     direction = 1 if difference > 0 else -1
-            reached = successes
         return direction
 
     def warm_start_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:

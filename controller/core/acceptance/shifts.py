@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from controller.core.acceptance.outcome_scores import OutcomeScores
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
@@ -47,7 +48,7 @@ MODERATE_SHIFT = ShiftKind(0.6, 1.7, 60.0)
 @recorded(
     "cusum",
     "_conditional _exposures",
-    derived="_increments",
+    derived="_scores",
     better="_upward_sum",
     worse="_downward_sum",
 )
@@ -73,8 +74,8 @@ class Cusum:
         # The reference that steps are tested against; empty before the first decision.
         self._conditional: Sequence[float] = []
         self._exposures: Sequence[float] = []
-        # By position, the increments of both sums for a success and for a failure.
-        self._increments: list[tuple[float, float, float, float]] | None = None
+        # What each outcome of a sequence adds to the upward and to the downward sum.
+        self._scores: OutcomeScores | None = None
         self._upward_sum = 0.0
         self._downward_sum = 0.0
 
@@ -94,36 +95,31 @@ class Cusum:
         )
         self._upward_sum *= kept_share
         self._downward_sum *= kept_share
-        self._conditional, self._exposures, self._increments = conditional, exposures, None
+        self._conditional, self._exposures, self._scores = conditional, exposures, None
 
-    def _compute_increments(self) -> list[tuple[float, float, float, float]]:
-        """Returns increments by position for success and failure, upward sum first."""
-        increments = []
+    def _compute_scores(self) -> OutcomeScores:
+        """Returns the scores of the upward and the downward sum."""
         logit_shift, half_trust = (
             self._shift_kind.logit_shift,
             self._shift_kind.half_trust_exposures,
         )
-        factor = math.exp(logit_shift)
-        rise, fall = factor - 1, 1 / factor - 1
+        rise, fall = math.exp(logit_shift) - 1, math.exp(-logit_shift) - 1
+        up = down = 0.0
+        rejected_up, rejected_down, accepted_up, accepted_down = [], [], [up], [down]
         for a, n in zip(self._conditional, self._exposures, strict=True):
             p = min(max(a, _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
             trust = (n + _PRIOR_EXPOSURES) / (n + _PRIOR_EXPOSURES + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
-            upward_failure = -trust * math.log(1 + p * rise)
-            downward_failure = -trust * math.log(1 + p * fall)
             # At either bound no shift is possible: acceptance 1 is no shift from 0.98.
-            up = (
-                (upward_failure + trust * logit_shift, upward_failure)
-                if a < _MAX_ACCEPTANCE
-                else (0.0, 0.0)
-            )
-            down = (
-                (downward_failure - trust * logit_shift, downward_failure)
-                if a > _MIN_ACCEPTANCE
-                else (0.0, 0.0)
-            )
-            increments.append((*up, *down))
-        return increments
+            failure = -trust * math.log(1 + p * rise) if a < _MAX_ACCEPTANCE else 0.0
+            rejected_up.append(up + failure)
+            up += failure + trust * logit_shift if a < _MAX_ACCEPTANCE else 0.0
+            accepted_up.append(up)
+            failure = -trust * math.log(1 + p * fall) if a > _MIN_ACCEPTANCE else 0.0
+            rejected_down.append(down + failure)
+            down += failure - trust * logit_shift if a > _MIN_ACCEPTANCE else 0.0
+            accepted_down.append(down)
+        return OutcomeScores([rejected_up, rejected_down], [accepted_up, accepted_down])
 
     def observe(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Adds a step's counts; returns the direction of a shift, 1 (better) or -1, otherwise 0.
@@ -131,27 +127,16 @@ class Cusum:
         A shift is detected if a sum exceeds the limit; both sums then restart.  censored_counts: as
         in `AcceptanceEstimator.observe`.
         """
-        increments = self._increments
-        if increments is None:
+        scores = self._scores
+        if scores is None:
             # Computed on demand: most drafters do not run before the next decision.
-            increments = self._increments = self._compute_increments()
-        reached = sum(accepted_counts) + sum(censored_counts)
-        up = down = 0.0
-        for k, (failures, (success_up, failure_up, success_down, failure_down)) in enumerate(
-            zip(accepted_counts[:-1], increments, strict=False)
-        ):
-            if censored_counts:
-                reached -= censored_counts[k]
-            if reached == 0:
-                break
-            reached -= failures
-            up += reached * success_up + failures * failure_up
-            down += reached * success_down + failures * failure_down
-        self._upward_sum = max(0.0, self._upward_sum + up)
-        self._downward_sum = max(0.0, self._downward_sum + down)
-        if self._upward_sum <= self._limit and self._downward_sum <= self._limit:
+            scores = self._scores = self._compute_scores()
+        up, down = scores.totals(accepted_counts, censored_counts)
+        up = self._upward_sum = max(0.0, self._upward_sum + up)
+        down = self._downward_sum = max(0.0, self._downward_sum + down)
+        if up <= self._limit and down <= self._limit:
             return 0
-        direction = 1 if self._upward_sum > self._downward_sum else -1
+        direction = 1 if up > down else -1
         self._upward_sum = self._downward_sum = 0.0
         return direction
 

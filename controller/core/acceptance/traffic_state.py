@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.acceptance.outcome_scores import OutcomeScores
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 
@@ -196,8 +197,10 @@ class RememberedCurves:
         self.octave_probabilities: NDArray[np.float64] = np.array(
             [s.octave_probabilities() for s in states]
         ).T
-        # By drafter, [3 * positions, states]: for each position t log p, t log(1 - p) and t.
-        self._log_terms: dict[str, NDArray[np.float64]] = {}
+        # By drafter, see `_log_terms_of`.
+        self._log_terms: dict[str, list[list[tuple[float, float, float]]]] = {}
+        # By drafter, the current state's acceptance that they were computed with, and the scores.
+        self._scores: dict[str, tuple[ReferenceAcceptance, OutcomeScores]] = {}
         self._arms: Sequence[Arm] = ()
         self._expected_accepted = np.zeros((len(states), 0))
 
@@ -223,37 +226,46 @@ class RememberedCurves:
         """Returns by state the increment of its log odds from a report of a drafter.
 
         reference: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
-        censored_counts: gamma counts as in `AcceptanceEstimator.fold`, or empty.
+        censored_counts: gamma counts as in `AcceptanceEstimator.observe`, or empty.
         """
-        sequences = reached = sum(accepted_counts) + sum(censored_counts)
-        # Multipliers of each state's log terms.
-        factors: list[float] = []
-        for k, (failures, (q, trust)) in enumerate(
-            zip(accepted_counts[:-1], reference, strict=False)
-        ):
-            if censored_counts:
-                reached -= censored_counts[k]
-            if reached == 0:
-                break
-            reached -= failures
-            reference_log_likelihood = reached * math.log(q) + failures * math.log(1 - q)
-            factors += (trust * reached, trust * failures, -trust * reference_log_likelihood)
+        known_reference, scores = self._scores.get(drafter, (None, None))
+        if scores is None or known_reference is not reference:
+            scores = self._compute_scores(drafter, reference)
+            self._scores[drafter] = reference, scores
+        totals = scores.totals(accepted_counts, censored_counts)
+        sequences = sum(accepted_counts) + sum(censored_counts)
         weight = min(1.0, _MAX_REPORT_SEQUENCES / max(sequences, 1))
-        totals: list[float] = (
-            np.array(factors) @ self._log_terms_of(drafter)[: len(factors)]
-        ).tolist()
         return [max(-_MAX_LOG_ODDS, min(_MAX_LOG_ODDS, total * weight)) for total in totals]
 
-    def _log_terms_of(self, drafter: str) -> NDArray[np.float64]:
+    def _compute_scores(self, drafter: str, reference: ReferenceAcceptance) -> OutcomeScores:
+        """Returns by state the log odds that each outcome of a sequence adds."""
+        reference_logs = [(math.log(q), math.log(1 - q), trust) for q, trust in reference]
+        scores = OutcomeScores([], [])
+        for log_terms in self._log_terms_of(drafter):
+            total, rejected, accepted = 0.0, [], [0.0]
+            for (log_p, log_1_p, t), (log_q, log_1_q, trust) in zip(
+                log_terms, reference_logs, strict=True
+            ):
+                rejected.append(total + trust * (log_1_p - t * log_1_q))
+                total += trust * (log_p - t * log_q)
+                accepted.append(total)
+            scores.rejected.append(rejected)
+            scores.accepted.append(accepted)
+        return scores
+
+    def _log_terms_of(self, drafter: str) -> list[list[tuple[float, float, float]]]:
+        """Returns [states][positions] of t log p, t log(1 - p) and t."""
         log_terms = self._log_terms.get(drafter)
         if log_terms is None:
-            rows = []
-            for by_drafter in self._curves:
-                curve = by_drafter[drafter]
-                row: list[float] = []
-                for a, n in zip(curve.conditional, curve.exposures, strict=True):
-                    p, trust = clip_acceptance(a), evidence_trust(n)
-                    row += (trust * math.log(p), trust * math.log(1 - p), trust)
-                rows.append(row)
-            log_terms = self._log_terms[drafter] = np.array(rows).T.copy()
+            log_terms = self._log_terms[drafter] = [
+                _log_terms_of_curve(by_drafter[drafter]) for by_drafter in self._curves
+            ]
         return log_terms
+
+
+def _log_terms_of_curve(curve: AcceptanceCurve) -> list[tuple[float, float, float]]:
+    terms = []
+    for a, n in zip(curve.conditional, curve.exposures, strict=True):
+        p, trust = clip_acceptance(a), evidence_trust(n)
+        terms.append((trust * math.log(p), trust * math.log(1 - p), trust))
+    return terms

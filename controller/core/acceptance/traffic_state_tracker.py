@@ -115,7 +115,7 @@ class TrafficStateTracker:
         octave = octave_of(report.batch_size)
         if octave != self.octave:
             self._move_to_octave(octave)
-        likeliest_state = self._update_probabilities(report)
+        likeliest_state = self._update_probabilities(report) if self.remembered else self.current
         if likeliest_state is not self.current and report.gamma > 0:
             self._mistakes_in_a_row = (
                 self._mistakes_in_a_row + 1 if self._reports_in_place <= _MISTAKEN_REPORTS else 0
@@ -154,10 +154,11 @@ class TrafficStateTracker:
         state = self.current
         state.steps += 1
         state.last_step, state.ended_at = self._reports, now
-        proposal_counts = report.proposal_counts_by_drafter
+        running_drafter = report.drafter if report.gamma else ""
+        proposal_counts = report.proposal_counts_by_drafter if report.proposals else {}
         direction = 0
         for name, estimator in state.estimators.items():
-            if name == report.drafter and report.gamma:
+            if name == running_drafter:
                 direction = estimator.observe(*report.drafted_counts)
             elif name in proposal_counts:
                 estimator.observe_unused_proposals(*proposal_counts[name])
@@ -168,10 +169,8 @@ class TrafficStateTracker:
     def _predict_probabilities(self, hazard: float) -> list[float]:
         """Returns the probability of each state of `all_states`.  hazard: of a change of state."""
         states = self.all_states
-        hazard_per_visit = hazard / sum([state.visits for state in states])
-        return [
-            (1 - hazard) * state.probability + hazard_per_visit * state.visits for state in states
-        ]
+        hazard_per_visit, stay = hazard / sum([state.visits for state in states]), 1 - hazard
+        return [stay * state.probability + hazard_per_visit * state.visits for state in states]
 
     def _move_to_octave(self, octave: int) -> None:
         if self.octave >= 0:
@@ -187,8 +186,6 @@ class TrafficStateTracker:
 
     def _update_probabilities(self, report: StepReport) -> TrafficState:
         """Updates the probabilities with a report, and returns the most likely state."""
-        if not self.remembered:
-            return self.current
         probabilities = self._predict_probabilities(self.hazard_estimator.shift_probability)
         reference = self._reference.get(report.drafter)
         if reference is not None and report.gamma > 0:

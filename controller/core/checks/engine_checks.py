@@ -219,7 +219,7 @@ class DraftLengthCheck:
         self._last_batch_size = 0
         # The last query and its answer: most steps repeat it.
         self._last_query: tuple[int, ...] = ()
-        self._last_answer: tuple[Arm, frozenset[Arm]] | None = None
+        self._last_answer: tuple[Arm, set[int], _RequestedArm] | None = None
 
     def expect_plan(self, plan: Plan) -> None:
         """Records a plan, to which later steps refer by its epoch."""
@@ -230,21 +230,21 @@ class DraftLengthCheck:
     def observe(self, report: StepReport) -> None:
         """Adds a step.  Steps without a plan, with mixed choices or without drafts are ignored."""
         # An engine may choose one step ahead, for the previous batch size.
-        sizes = sorted((report.batch_size, self._last_batch_size or report.batch_size))
-        self._last_batch_size = report.batch_size
+        batch_size = report.batch_size
+        previous_batch_size = self._last_batch_size or batch_size
+        self._last_batch_size = batch_size
         flags = report.flags
         if flags.unsteered or flags.mixed_choice or not has_drafted_row(report):
             return
-        query = (report.plan_epoch, *sizes, report.probe_id, report.batch_size)
+        query = (report.plan_epoch, previous_batch_size, report.probe_id, batch_size)
         if query != self._last_query:
             self._last_query, self._last_answer = query, self._requested_arms(*query)
         if self._last_answer is None:
             return
-        requested_arm, allowed_arms = self._last_answer
+        requested_arm, allowed_gammas, count = self._last_answer
         if report.drafter != requested_arm.drafter:
             return
-        count = self._counts_by_arm.setdefault(requested_arm, _RequestedArm())
-        is_mismatch = report.arm not in allowed_arms
+        is_mismatch = report.gamma not in allowed_gammas
         count.steps += 1
         count.mismatch_share += (is_mismatch - count.mismatch_share) / min(
             count.steps, _WINDOW_STEPS
@@ -253,12 +253,16 @@ class DraftLengthCheck:
             count.last_mismatch_gamma = report.gamma
 
     def _requested_arms(
-        self, epoch: int, min_batch_size: int, max_batch_size: int, probe_id: int, batch_size: int
-    ) -> tuple[Arm, frozenset[Arm]] | None:
-        """Returns a plan's arm for a batch size, and its arms for all that may have been meant."""
+        self, epoch: int, previous_batch_size: int, probe_id: int, batch_size: int
+    ) -> tuple[Arm, set[int], _RequestedArm] | None:
+        """Returns a plan's arm for a batch size, and the counts of the steps planned with it.
+
+        Between them: the draft lengths of its drafter for all sizes that may have been meant.
+        """
         plan = self._plans.get(epoch)
         if plan is None:
             return None
+        min_batch_size, max_batch_size = sorted((previous_batch_size, batch_size))
         rows = [row for row in plan.rows if row.max_batch_size >= min_batch_size] or [plan.rows[-1]]
         if not self._allow_larger_batch:
             last_row = next(
@@ -274,7 +278,9 @@ class DraftLengthCheck:
                 return None
             requested_arm = probe.arm
             arms = {requested_arm}
-        return requested_arm, frozenset(arms)
+        allowed_gammas = {arm.gamma for arm in arms if arm.drafter == requested_arm.drafter}
+        count = self._counts_by_arm.setdefault(requested_arm, _RequestedArm())
+        return requested_arm, allowed_gammas, count
 
     def find_mismatches(self) -> list[DraftLengthMismatch]:
         """Returns the arms that the engine does not follow, the longest draft length first."""

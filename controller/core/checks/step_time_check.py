@@ -14,9 +14,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from controller.core.acceptance.traffic_state import octave_of
-from controller.core.engine_spec import Arm, DrafterSpec
+from controller.core.engine_spec import DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import StepReport
 
@@ -58,6 +59,8 @@ _MIN_LENGTH_DIFFERENCE = 2
 _SERIAL = frozenset({DrafterKind.MTP, DrafterKind.STANDALONE})
 # A lookup costs almost nothing, and a mixture depends on its parts.
 _TIMED_KINDS = _SERIAL | {DrafterKind.DFLASH}
+# An arm's drafter and draft length.
+_ArmKey: TypeAlias = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -132,6 +135,18 @@ class _LogTimeDifference:
         return math.sqrt(max(self.square_sum, 0.0) / _COMPARISON_WEIGHT) / self.weight
 
 
+@dataclass(slots=True)
+class _ComparedMean:
+    """Names the mean that an arm's steps are compared with, and where the difference is added.
+
+    is_longer: the arm's draft is longer than that of the mean.
+    """
+
+    mean: _RecentMean
+    difference: _LogTimeDifference
+    is_longer: bool
+
+
 @dataclass(frozen=True, slots=True)
 class FlatStepTime:
     """Reports that a drafter's `long_gamma` draft costs no more than its `short_gamma` one.
@@ -155,28 +170,38 @@ class StepTimeCheck:
 
     def __init__(self, drafters: tuple[DrafterSpec, ...]) -> None:
         self._kinds = {d.name: d.kind for d in drafters if d.kind in _TIMED_KINDS}
-        # By batch size and arm.
-        self._recent_means: OrderedDict[int, dict[Arm, _RecentMean]] = OrderedDict()
+        # By batch size, then by drafter and draft length.
+        self._recent_means: OrderedDict[int, dict[_ArmKey, _RecentMean]] = OrderedDict()
+        # Those of the present arm and batch size that its next steps are compared with.
+        self._compared_means: list[_ComparedMean] = []
         # In order of the last addition.
         self._differences: OrderedDict[tuple[str, int, int, int], _LogTimeDifference] = (
             OrderedDict()
         )
         self._steps = self._visit = 0
-        self._last_arm: Arm | None = None
+        self._last_arm: _ArmKey | None = None
+        self._last_batch_size = 0
 
     def observe(self, report: StepReport, seconds: float) -> None:
         """Adds a plain step.  seconds: without the cost of a change of arm."""
         if report.drafter not in self._kinds or report.groups:
             return
         self._steps += 1
-        arm, batch_size = report.arm, report.batch_size
+        arm, batch_size = (report.drafter, report.gamma), report.batch_size
         if arm != self._last_arm:
-            self._last_arm = arm
             self._visit += 1
+        if arm != self._last_arm or batch_size != self._last_batch_size:
+            self._last_arm, self._last_batch_size = arm, batch_size
+            recent_means = self._recent_means_for(batch_size)
+            self._compared_means = [
+                self._pair(arm, other_arm, mean, batch_size)
+                for other_arm, mean in recent_means.items()
+                if other_arm != arm and self._must_compare(arm, other_arm, mean)
+            ]
         context, log_seconds = report.kv_tokens / batch_size, math.log(seconds)
-        recent_means = self._recent_means_for(batch_size)
-        if len(recent_means) > 1 or arm not in recent_means:
-            self._compare(recent_means, arm, batch_size, context, log_seconds)
+        if self._compared_means:
+            self._compare(context, log_seconds)
+        recent_means = self._recent_means[batch_size]
         own_mean = recent_means.get(arm)
         if own_mean is None or not self._is_comparable(own_mean, context):
             recent_means[arm] = _RecentMean(self._steps, context, log_seconds)
@@ -186,11 +211,12 @@ class StepTimeCheck:
                 ]
             return
         own_mean.last_step = self._steps
-        own_mean.steps = min(own_mean.steps + 1, _MEAN_STEPS)
+        if own_mean.steps < _MEAN_STEPS:
+            own_mean.steps += 1
         own_mean.log_seconds += (log_seconds - own_mean.log_seconds) / own_mean.steps
         own_mean.context_tokens += (context - own_mean.context_tokens) / own_mean.steps
 
-    def _recent_means_for(self, batch_size: int) -> dict[Arm, _RecentMean]:
+    def _recent_means_for(self, batch_size: int) -> dict[_ArmKey, _RecentMean]:
         recent_means = self._recent_means.get(batch_size)
         if recent_means is None:
             recent_means = self._recent_means[batch_size] = {}
@@ -200,30 +226,52 @@ class StepTimeCheck:
             self._recent_means.move_to_end(batch_size)
         return recent_means
 
-    def _compare(
-        self,
-        recent_means: dict[Arm, _RecentMean],
-        arm: Arm,
-        batch_size: int,
-        context: float,
-        log_seconds: float,
-    ) -> None:
-        for other_arm, mean in list(recent_means.items()):
-            if other_arm == arm or other_arm.drafter != arm.drafter or mean.steps < _MEAN_MIN_STEPS:
-                continue
+    def _must_compare(self, arm: _ArmKey, other_arm: _ArmKey, mean: _RecentMean) -> bool:
+        """Returns whether this visit of an arm may be compared with another arm's mean."""
+        is_used_up = mean.compared_visit == self._visit and mean.compared_steps >= _COMPARED_STEPS
+        return (
+            other_arm[0] == arm[0]
+            and mean.steps >= _MEAN_MIN_STEPS
+            and not is_used_up
+            and self._must_differ(arm[0], min(arm[1], other_arm[1]), max(arm[1], other_arm[1]))
+        )
+
+    def _pair(
+        self, arm: _ArmKey, other_arm: _ArmKey, mean: _RecentMean, batch_size: int
+    ) -> _ComparedMean:
+        drafter, gamma = arm
+        is_longer = gamma > other_arm[1]
+        gammas = (other_arm[1], gamma) if is_longer else (gamma, other_arm[1])
+        key = (drafter, octave_of(batch_size), *gammas)
+        difference = self._differences.get(key)
+        if difference is None:
+            difference = self._differences[key] = _LogTimeDifference()
+            if len(self._differences) > _MAX_DIFFERENCES:
+                self._differences.popitem(last=False)
+        self._differences.move_to_end(key)
+        return _ComparedMean(mean, difference, is_longer)
+
+    def _compare(self, context: float, log_seconds: float) -> None:
+        """Compares a step with the selected means, and drops those that are used up or too old."""
+        is_used_up = False
+        for compared in self._compared_means:
+            mean = compared.mean
             if not self._is_comparable(mean, context):
-                del recent_means[other_arm]
-            elif mean.compared_visit != self._visit or mean.compared_steps < _COMPARED_STEPS:
-                log_difference = log_seconds - mean.log_seconds
-                if other_arm.gamma > arm.gamma:
-                    log_difference = -log_difference
-                self._add_difference(
-                    arm,
-                    other_arm.gamma,
-                    batch_size,
-                    log_difference,
-                    mean.comparison_weight(self._visit),
-                )
+                is_used_up = True
+                mean.compared_visit, mean.compared_steps = self._visit, _COMPARED_STEPS
+                continue
+            log_difference = log_seconds - mean.log_seconds
+            if not compared.is_longer:
+                log_difference = -log_difference
+            bounded = min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, log_difference))
+            compared.difference.add(bounded, mean.comparison_weight(self._visit), self._visit)
+            is_used_up |= mean.compared_steps >= _COMPARED_STEPS
+        if is_used_up:
+            self._compared_means = [
+                compared
+                for compared in self._compared_means
+                if compared.mean.compared_steps < _COMPARED_STEPS
+            ]
 
     def _is_comparable(self, mean: _RecentMean, context: float) -> bool:
         """Returns whether a step with this context can be compared with, or added to, a mean."""
@@ -232,20 +280,6 @@ class StepTimeCheck:
             self._steps - mean.last_step <= _MAX_DISTANCE_STEPS
             and context_difference <= _MAX_CONTEXT_DIFFERENCE * max(context, 1.0)
         )
-
-    def _add_difference(
-        self, arm: Arm, other_gamma: int, batch_size: int, log_difference: float, weight: float
-    ) -> None:
-        short_gamma, long_gamma = sorted((arm.gamma, other_gamma))
-        if not self._must_differ(arm.drafter, short_gamma, long_gamma):
-            return
-        key = (arm.drafter, octave_of(batch_size), short_gamma, long_gamma)
-        difference = self._differences.setdefault(key, _LogTimeDifference())
-        self._differences.move_to_end(key)
-        if len(self._differences) > _MAX_DIFFERENCES:
-            self._differences.popitem(last=False)
-        bounded = min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, log_difference))
-        difference.add(bounded, weight, self._visit)
 
     def _must_differ(self, drafter: str, short_gamma: int, long_gamma: int) -> bool:
         """Returns whether two draft lengths of a drafter must differ."""

@@ -64,9 +64,7 @@ class DrafterBacklog:
         """Adds a step; returns the tokens that its drafter had to read first, usually 0."""
         if report.gamma > 0 and not self._must_track:
             return 0.0
-        generated_tokens = report.batch_size + sum(
-            k * n for k, n in enumerate(report.accepted_counts)
-        )
+        generated_tokens = report.batch_size + report.accepted_tokens
         drafter_runs = report.gamma > 0 or not self._can_sleep
         self._must_track = self._are_separate or not drafter_runs
         if drafter_runs:

@@ -64,11 +64,11 @@ class ContextByBatch:
     def observe(self, bucket: int, kv_per_sequence: float) -> None:
         """Adds a step.  kv_per_sequence: mean context of its sequences, in tokens."""
         self._steps += 1
-        self.mean_tokens += (kv_per_sequence - self.mean_tokens) / min(
-            _CONTEXT_STEPS, float(self._steps)
-        )
-        idle_steps = self._steps - self._last_steps[bucket] - 1
-        weight = self._weights[bucket] * math.exp(-idle_steps / _ADAPT_AFTER_STEPS)
+        memory_steps = min(_CONTEXT_STEPS, float(self._steps))
+        self.mean_tokens += (kv_per_sequence - self.mean_tokens) / memory_steps
+        weight = self._weights[bucket]
+        if idle_steps := self._steps - self._last_steps[bucket] - 1:
+            weight *= math.exp(-idle_steps / _ADAPT_AFTER_STEPS)
         weight = min(weight + 1, _CONTEXT_STEPS)
         self._means[bucket] += (kv_per_sequence - self._means[bucket]) / weight
         self._weights[bucket] = weight

@@ -70,6 +70,7 @@ _CELL_RATE_MIN = 0.01
 _SCATTER_START = 0.05
 _SCATTER_MIN = 0.01
 _SCATTER_RATE = 0.02
+_SQRT_2 = math.sqrt(2)
 _OUTLIER_DEVIATIONS = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_ACCEPTED = 6
@@ -180,36 +181,36 @@ class CostModel:
 
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Predicts the seconds of a plain step of this arm (by index) at this batch and context."""
-        factor = self._factors.item(arm, self.bucket_of(batch_size))
+        factor = self._factors.item(arm, self._table.bucket_of(batch_size))
         return self._table.cell_seconds(arm, batch_size, kv_tokens) * factor
 
     def observe(
         self,
-        arm: int,
-        batch_size: int,
-        kv_tokens: int,
+        cell: tuple[int, int],
+        kv_per_sequence: float,
         expected_seconds: float,
         step_seconds: float,
     ) -> bool:
         """Adds one plain step (the caller omits distorted ones); False if it is rejected for now.
 
+        cell: arm (by index) and bucket.  kv_per_sequence: mean context of its sequences, in tokens.
         expected_seconds: the result of `predict` for it.
         """
-        self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
-        error = math.log(step_seconds / expected_seconds)
-        cell = (arm, self.bucket_of(batch_size))
-        error, steps = self._confirmed_error(cell, error)
+        self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
+        error, steps = self._confirmed_error(cell, math.log(step_seconds / expected_seconds))
         if steps == 0:
             return False
         self.steps += steps
         if self.steps > steps:
             # Differences between successive steps: the machine's pace cancels out.
-            difference = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
+            difference = min(abs(error - self._last_error) / _SQRT_2, 0.5)
             excess_scatter = difference - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess_scatter)
         self._last_error = error
         self._last_observed_cell = cell
-        pending = self._pending.setdefault(cell, _PendingErrors())
+        pending = self._pending.get(cell)
+        if pending is None:
+            pending = self._pending[cell] = _PendingErrors()
         # Relative to the table: the correction may have moved before this is learnt.
         pending.error_sum += steps * (error + self._correction.item(cell))
         pending.steps += steps
@@ -391,15 +392,15 @@ class CostModel:
         # [buckets], see `is_new`.
         self._bucket_is_new: list[bool] | None = None
 
-    def is_new(self, batch_size: int) -> bool:
-        """Returns whether fewer than two plain steps of any arm were observed in its bucket."""
+    def is_new(self, bucket: int) -> bool:
+        """Returns whether fewer than two plain steps of any arm were observed in a bucket."""
         if self._bucket_is_new is None:
             self._bucket_is_new = (self._cell_steps.sum(axis=0) < _STEPS_NEW).tolist()
-        return self._bucket_is_new[self.bucket_of(batch_size)]
+        return self._bucket_is_new[bucket]
 
-    def is_known(self, arm: int, batch_size: int) -> bool:
-        """Returns whether enough plain steps of this arm (by index) were observed there."""
-        return bool(self._cell_steps[arm, self.bucket_of(batch_size)] >= _STEPS_TRUSTED)
+    def is_known(self, cell: tuple[int, int]) -> bool:
+        """Returns whether enough plain steps were observed in a cell: arm (by index) and bucket."""
+        return bool(self._cell_steps.item(cell) >= _STEPS_TRUSTED)
 
     def drift(self) -> NDArray[np.float64]:
         """Returns [arms, buckets], the factors of live steps on the table; 1 = unchanged."""

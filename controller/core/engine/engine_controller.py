@@ -60,7 +60,7 @@ from controller.core.planning.planner import Values
 from controller.core.planning.value_uncertainty import DiscountRule
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import StepReport
+from controller.core.step_report import NO_FLAGS, StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 
@@ -211,29 +211,31 @@ class EngineController:
     def observe(self, report: StepReport) -> None:
         """Adds one report.  Raises StaleReportError or UnknownArmError without using any of it."""
         arm = self._usable_arm_index(report)
+        batch_size, now = report.batch_size, self._clock.now()
         self._last_step = report.step
-        self.last_batch_size = report.batch_size
+        self.last_batch_size = batch_size
         self.reports += 1
-        self.checks.observe(report, is_measurement=self._forced_arm is not None)
+        is_measurement = self._forced_arm is not None
+        self.checks.observe(report, is_measurement=is_measurement)
         # A measurement generates its own load, so its acceptance is no evidence about the traffic.
-        if self._forced_arm is None:
-            if self.traffic.observe(report, self._clock.now()):
-                unsettled_until = self.reports + _UNSETTLED_REPORTS
-                self._unsettled_until_report = max(self._unsettled_until_report, unsettled_until)
-                # The plan was made for other traffic.
-                self._evaluated_at = -float("inf")
-            self._planner.observe(report)
-            self.mixture_estimators.observe(report)
-        bucket = self.cost_model.bucket_of(report.batch_size)
-        self._context_by_batch.observe(bucket, report.kv_tokens / report.batch_size)
-        expected_seconds = self.cost_model.predict(arm, report.batch_size, report.kv_tokens)
-        prefill_seconds = self._prefill_price.predict_seconds(report.prefill_tokens)
+        if not is_measurement:
+            self._observe_traffic(report, now)
+        cell = arm, self.cost_model.bucket_of(batch_size)
+        kv_per_sequence = report.kv_tokens / batch_size
+        self._context_by_batch.observe(cell[1], kv_per_sequence)
+        expected_seconds = self.cost_model.predict(arm, batch_size, report.kv_tokens)
+        prefill_seconds = (
+            self._prefill_price.predict_seconds(report.prefill_tokens)
+            if report.prefill_tokens
+            else 0.0
+        )
         max_plausible_seconds = _WILD_STEP_FACTOR * (
             expected_seconds + prefill_seconds
         ) + self._catch_up_estimator.predict_seconds(report.drafter)
         woke_drafter = self._catch_up_estimator.observe(report, expected_seconds)
         self._prefill_price.count_prompt_tokens(report.prefill_tokens)
-        is_plain = not (woke_drafter or report.flags.is_unusable_for_cost)
+        flags = report.flags
+        is_plain = not woke_drafter and (flags is NO_FLAGS or not flags.is_unusable_for_cost)
         if is_plain and report.prefill_tokens:
             is_plain = False
             # Once there is a price, prompts are not the cause of a step that is far above it.
@@ -243,34 +245,56 @@ class EngineController:
                 else report.step_seconds
             )
             self._prefill_price.observe(report.prefill_tokens, step_seconds, expected_seconds)
-        if is_plain:
-            if report.flags.switched and self.cost_model.is_known(arm, report.batch_size):
-                self._switch_price.observe(report.step_seconds, expected_seconds)
-            seconds = self._switch_price.seconds_without_switch(report)
-            if not report.probe_id and self.cost_model.is_new(report.batch_size):
-                # This step's cost may change the choice, so the plan is evaluated at once.
-                self._evaluated_at = -float("inf")
-            if seconds is not None:
-                is_believed = self.cost_model.observe(
-                    arm, report.batch_size, report.kv_tokens, expected_seconds, seconds
-                )
-                # A probe is not charged for a slow step that has another cause.
-                max_plausible_seconds = max_plausible_seconds if is_believed else expected_seconds
-                self.checks.observe_step_time(report, seconds)
+        if is_plain and not self._observe_plain_step(
+            report, cell, kv_per_sequence, expected_seconds
+        ):
+            # A probe is not charged for a slow step that has another cause.
+            max_plausible_seconds = expected_seconds
         self.prediction_audit.observe(
-            arm, report, expected_seconds if is_plain and self._forced_arm is None else None
+            arm, report, expected_seconds if is_plain and not is_measurement else None
         )
-        if self._forced_arm is None:
+        step_seconds = report.step_seconds
+        if not is_measurement:
             self.updates.observe(report, expected_seconds)
-            extra_seconds = self._switch_price.seconds if report.flags.switched else 0.0
+            extra_seconds = self._switch_price.seconds if flags.switched else 0.0
             if woke_drafter:
                 extra_seconds = min(
-                    max(report.step_seconds - expected_seconds, 0.0), max_plausible_seconds
+                    max(step_seconds - expected_seconds, 0.0), max_plausible_seconds
                 )
-            self._loss_account.observe(arm, report.batch_size, extra_seconds)
+            self._loss_account.observe(arm, batch_size, extra_seconds)
         shift_probability = self.traffic.state_tracker.hazard_estimator.shift_probability
-        seconds = min(report.step_seconds, max_plausible_seconds)
-        self.explorer.observe(report, seconds, shift_probability, self._clock.now())
+        seconds = min(step_seconds, max_plausible_seconds)
+        self.explorer.observe(report, seconds, shift_probability, now)
+
+    def _observe_traffic(self, report: StepReport, now: float) -> None:
+        if self.traffic.observe(report, now):
+            unsettled_until = self.reports + _UNSETTLED_REPORTS
+            self._unsettled_until_report = max(self._unsettled_until_report, unsettled_until)
+            # The plan was made for other traffic.
+            self._evaluated_at = -float("inf")
+        self._planner.observe(report)
+        self.mixture_estimators.observe(report)
+
+    def _observe_plain_step(
+        self,
+        report: StepReport,
+        cell: tuple[int, int],
+        kv_per_sequence: float,
+        expected_seconds: float,
+    ) -> bool:
+        """Adds the duration of a plain step; False if the cost model rejects it for now."""
+        cost_model = self.cost_model
+        if report.flags.switched and cost_model.is_known(cell):
+            self._switch_price.observe(report.step_seconds, expected_seconds)
+        seconds = self._switch_price.seconds_without_switch(report)
+        if not report.probe_id and cost_model.is_new(cell[1]):
+            # This step's cost may change the choice, so the plan is evaluated at once.
+            self._evaluated_at = -float("inf")
+        if seconds is None:
+            return True
+        is_believed = cost_model.observe(cell, kv_per_sequence, expected_seconds, seconds)
+        self.checks.observe_step_time(report, seconds)
+        return is_believed
 
     def _usable_arm_index(self, report: StepReport) -> int:
         """Returns the index of the report's arm.  Raises StaleReportError or UnknownArmError."""
@@ -281,11 +305,12 @@ class EngineController:
         arm = self._arm_index.get((report.drafter, report.gamma), -1)
         if arm < 0:
             self.spec.require_arm(report.arm)
-        for group in report.groups:
-            if group.drafter:
-                self.spec.drafter(group.drafter)
-        for part in report.proposals:
-            self.spec.drafter(part.drafter)
+        if report.groups or report.proposals:
+            for group in report.groups:
+                if group.drafter:
+                    self.spec.drafter(group.drafter)
+            for part in report.proposals:
+                self.spec.drafter(part.drafter)
         return arm
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:

@@ -60,8 +60,9 @@ class PredictionAudit:
         self.predicted_seconds += predicted_seconds
         self.error_seconds += abs(seconds - predicted_seconds)
         # Without a decoded row no choice would have generated tokens.
-        cell, weight = (arm, size), report.generated_tokens / max(rows, 1) * seconds
-        self._pending[cell] = self._pending.get(cell, 0.0) + weight
+        tokens = rows + report.accepted_tokens
+        cell, pending = (arm, size), self._pending
+        pending[cell] = pending.get(cell, 0.0) + tokens / (rows or 1) * seconds
 
     def commit(self, values: Values, row_of: Callable[[int], int]) -> None:
         """Prices the observed steps with the values of a new plan.

@@ -141,9 +141,8 @@ class EmaPlanner(Planner):
 
     def observe(self, report: StepReport) -> None:
         """Updates the slot of the report's batch size."""
-        accepted_tokens = sum(k * count for k, count in enumerate(report.accepted_counts))
         self._slot_for_batch(report.batch_size).observe(
-            accepted_tokens / report.batch_size, report.gamma
+            report.accepted_tokens / report.batch_size, report.gamma
         )
 
     def update(

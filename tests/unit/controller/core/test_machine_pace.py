@@ -142,7 +142,7 @@ def cost_model():
 
 def observe(model, arm, batch_size, seconds):
     expected = model.predict(arm, batch_size, 512 * batch_size)
-    model.observe(arm, batch_size, 512 * batch_size, expected, seconds)
+    model.observe((arm, model.bucket_of(batch_size)), 512.0, expected, seconds)
     model.commit()
 
 
@@ -194,7 +194,8 @@ def test_steps_of_before_a_slow_minute_are_learnt_before_those_of_it():
     for arm, steps, factor in ((1, 5, 1.0), (0, 7, 1.3), (1, 5, 1.0)):
         for _ in range(steps):
             expected = model.predict(arm, 2, 1024)
-            model.observe(arm, 2, 1024, expected, factor * gpu_step_seconds(GAMMAS[arm], 2))
+            cell = arm, model.bucket_of(2)
+            model.observe(cell, 512.0, expected, factor * gpu_step_seconds(GAMMAS[arm], 2))
     model.commit()
     for _ in range(20):
         observe(model, 1, 2, gpu_step_seconds(GAMMAS[1], 2))

@@ -161,7 +161,7 @@ def cost_model(sizes: tuple[int, ...] = (1, 2, 4, 8), *, profiled: bool = True) 
 def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> None:
     seconds = factor * gpu_step_seconds(GAMMAS[arm], batch_size)
     expected = model.predict(arm, batch_size, 512 * batch_size)
-    model.observe(arm, batch_size, 512 * batch_size, expected, seconds)
+    model.observe((arm, model.bucket_of(batch_size)), 512.0, expected, seconds)
     model.commit()
 
 

@@ -29,7 +29,8 @@ def profile(table, k_kv=0.0):
 def observe(model, arm, batch_size, kv_tokens, seconds):
     """One plain step, learnt at once."""
     expected = model.predict(arm, batch_size, kv_tokens)
-    model.observe(arm, batch_size, kv_tokens, expected, seconds)
+    cell = arm, model.bucket_of(batch_size)
+    model.observe(cell, kv_tokens / batch_size, expected, seconds)
     model.commit()
 
 
@@ -100,7 +101,7 @@ def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
             for j, size in enumerate(SIZES):
                 for _ in range(8):
                     expected = model.predict(i, size, 100 * size)
-                    model.observe(i, size, 100 * size, expected, 1.2 * TABLE[i][j])
+                    model.observe((i, j), 100.0, expected, 1.2 * TABLE[i][j])
         model.commit()
         assert np.all(model.drift() < 1.25)
     assert model.drift() == pytest.approx(np.full((4, 3), 1.2), rel=0.02)
@@ -223,11 +224,11 @@ def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
 
 def test_a_batch_size_is_new_until_a_few_plain_steps_have_run():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
-    assert model.is_new(4)
+    assert model.is_new(model.bucket_of(4))
     for i in range(3):
         observe(model, i, 4, 400, TABLE[i][1])
-    assert not model.is_new(4)
-    assert model.is_new(1)
+    assert not model.is_new(model.bucket_of(4))
+    assert model.is_new(model.bucket_of(1))
 
 
 def test_an_arm_that_costs_twice_what_was_believed_is_found_out_by_its_second_step():

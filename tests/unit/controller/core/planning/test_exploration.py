@@ -47,7 +47,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_step_seconds), SETTINGS)
     if off_ran:
         seconds = costs.predict(0, SIZES[bucket], 512 * SIZES[bucket])
-        costs.observe(0, SIZES[bucket], 512 * SIZES[bucket], seconds, seconds)
+        costs.observe((0, bucket), 512.0, seconds, seconds)
         costs.commit()
     curve = estimator.curve()
     values = evaluate_arms(
