@@ -48,7 +48,7 @@ from simulator.peers.common import (
     octave_range,
     off_arm,
 )
-from simulator.policy import ArmChoice, StepRecord
+from simulator.policy import ArmChoice, NonLearningPolicy, StepRecord
 from simulator.results import PolicyOrigin
 
 # (first batch size, last batch size, index of the arm)
@@ -57,7 +57,7 @@ Table = tuple[tuple[int, int, int], ...]
 _SOURCE = "batch schedule"
 
 
-class BatchSchedule:
+class BatchSchedule(NonLearningPolicy):
     """arms[K] by batch size.  Raises InvalidInputError for a table that contradicts itself."""
 
     origin = PolicyOrigin.RESTATED
@@ -71,9 +71,6 @@ class BatchSchedule:
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Looks the arm up."""
         return self._choices[bisect_left(self._ends, batch_size)]
-
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Ignores the record, because the policy does not learn."""
 
 
 def _check_table(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
