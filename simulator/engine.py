@@ -178,9 +178,7 @@ class _EngineRun:
         self._noise_rng, self._stale_rng, self._pace_rng = streams
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
         self._is_learning = not isinstance(policy, NonLearningPolicy)
-        self._batch = Batch(
-            workload, surface, self._idle_positions, with_counts=self._is_learning
-        )
+        self._batch = Batch(workload, surface, self._idle_positions, with_counts=self._is_learning)
         self._drafters = [d.name for d in surface.drafters]
         self._plain_drafter_count = sum(d.mixture is None for d in surface.drafters)
         self._drafter_by_arm = [self._drafters.index(arm.drafter) for arm in surface.arms]

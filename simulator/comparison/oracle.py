@@ -20,6 +20,8 @@ from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import MIN_COST_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload
 
+BEST_ARM = "best arm"
+_AWAKE, _ONLY, _PATIENCE = "awake", "only ", "patience "
 # A patient policy switches after it has lost this share of the switch's cost by staying.
 _PATIENCE_SHARES = (0.3, 1.0)
 
@@ -108,7 +110,7 @@ class BestArm(NonLearningPolicy):
         seconds = self._step_seconds(batch_size, situation.kv_tokens)
         values = [t / s for t, s in zip(tokens, seconds, strict=True)]
         best = values.index(max(values))
-        if self._patience and self._last_arm >= 0:
+        if self._patience and self._last_arm >= 0 and self._may_leave(best):
             best = self._choose_patiently(values, seconds, situation.catch_up_seconds)
         if best != self._last_arm:
             self._saved_seconds = [0.0] * len(values)
@@ -138,6 +140,10 @@ class BestArm(NonLearningPolicy):
         tokens: list[float] = (mean * self._allowed).tolist()
         self._tokens_by_running[running] = tokens
         return tokens
+
+    def _may_leave(self, best: int) -> bool:
+        """Whether an arm has saved something, may do so in this step, or costs no switch."""
+        return best != self._last_arm or any(self._saved_seconds) or self._switch_seconds <= 0
 
     def _choose_patiently(
         self, values: Sequence[float], seconds: Sequence[float], catch_up: Sequence[float]
@@ -204,19 +210,41 @@ def clairvoyant_factories(
     has_catch_up_cost = surface.catch_up_seconds(1.0) > 0
     has_switch_cost = options.switch_seconds > 0 or has_catch_up_cost
     make_best_arm = partial(BestArm, surface, options, expected, rules)
-    factories: dict[str, Factory] = {"best arm": make_best_arm}
+    factories: dict[str, Factory] = {BEST_ARM: make_best_arm}
     if has_switch_cost and len(drafters) > 1:
         factories |= {
-            f"only {drafter}": partial(make_best_arm, drafter=drafter) for drafter in drafters
+            _ONLY + drafter: partial(make_best_arm, drafter=drafter) for drafter in drafters
         }
     if has_catch_up_cost or options.stale_steps > 0:
-        factories["awake"] = partial(make_best_arm, asleep=False)
+        factories[_AWAKE] = partial(make_best_arm, asleep=False)
     if has_switch_cost:
         factories |= {
-            f"patience {share:g}": partial(make_best_arm, patience=share)
+            f"{_PATIENCE}{share:g}": partial(make_best_arm, patience=share)
             for share in _PATIENCE_SHARES
         }
     return factories
+
+
+def is_repetition(
+    candidate: str, surface: CostSurface, options: EngineOptions, best_arm_run: RunResult
+) -> bool:
+    """Whether a policy of `clairvoyant_factories` would run the steps of `best_arm_run` again.
+
+    best_arm_run: of the policy that is made by BEST_ARM.  In each of its steps the same arm has the
+    highest value
+
+    -   with the drafters awake, if the run has no step at gamma = 0, which alone costs more then;
+    -   with one drafter, if no other one drafts in the run;
+    -   with patience, if the run has no switch, because no arm saves anything.
+    """
+    arms = [surface.arms[arm] for arm in set(best_arm_run.trace.arms)]
+    if candidate == _AWAKE:
+        return all(arm.gamma > 0 for arm in arms)
+    if candidate.startswith(_ONLY):
+        return {arm.drafter for arm in arms if arm.gamma > 0} <= {candidate.removeprefix(_ONLY)}
+    # Where a switch is free, a patient policy leaves an arm for one that is as good.
+    is_patient = candidate.startswith(_PATIENCE)
+    return is_patient and best_arm_run.switches == 0 and options.switch_seconds > 0
 
 
 def oracle_factories(

@@ -5,7 +5,7 @@ The oracle is the best run of all policies that know the true values and of all 
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
 from simulator.comparison import contestants
-from simulator.comparison.oracle import by_request_factories, oracle_factories
+from simulator.comparison.oracle import (
+    BEST_ARM,
+    by_request_factories,
+    is_repetition,
+    oracle_factories,
+)
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import RunResult, Trace, simulate
@@ -100,6 +105,21 @@ def run_seed(
         )
         return _make_policy_run(name, policy, result, recovery), result
 
+    def run_candidates(
+        factories: Mapping[str, contestants.Factory],
+    ) -> list[tuple[PolicyRun, RunResult]]:
+        """Runs the candidates but those that would repeat the run of the first one, BEST_ARM."""
+        best_arm_pair = run_policy(BEST_ARM, factories[BEST_ARM]())
+        return [
+            best_arm_pair,
+            *(
+                run_policy(name, factory())
+                for name, factory in factories.items()
+                if name != BEST_ARM
+                and not is_repetition(name, surface, scenario.options, best_arm_pair[1])
+            ),
+        ]
+
     static_results = {
         name: run_policy(name, factory())
         for name, factory in contestants.static_factories(surface, truth.rules).items()
@@ -107,20 +127,13 @@ def run_seed(
     static_runs = {name: result for name, (_, result) in static_results.items()}
     best = max(static_runs, key=lambda name: static_runs[name].score)
     runs = [run for run, _ in static_results.values()]
-    oracle_candidates_by_name = oracle_factories(scenario, workload, truth, static_runs)
+    oracle_candidates = oracle_factories(scenario, workload, truth, static_runs)
     oracle, oracle_result = max(
-        (
-            static_results[best],
-            *(run_policy(name, factory()) for name, factory in oracle_candidates_by_name.items()),
-        ),
-        key=lambda pair: pair[0].score,
+        (static_results[best], *run_candidates(oracle_candidates)), key=lambda pair: pair[0].score
     )
     runs.append(replace(oracle, name=contestants.ORACLE, origin=PolicyOrigin.HINDSIGHT))
-    if by_request_candidates_by_name := by_request_factories(scenario, truth):
-        by_request_runs = [
-            run_policy(name, factory())[0]
-            for name, factory in by_request_candidates_by_name.items()
-        ]
+    if by_request_candidates := by_request_factories(scenario, truth):
+        by_request_runs = [run for run, _ in run_candidates(by_request_candidates)]
         best_by_request = max((oracle, *by_request_runs), key=lambda run: run.score)
         runs.append(
             replace(best_by_request, name=contestants.BY_REQUEST, origin=PolicyOrigin.HINDSIGHT)
