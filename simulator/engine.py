@@ -197,6 +197,7 @@ class _EngineRun:
             self._kept_together.append([d for d, kept in enumerate(is_kept) if kept])
             self._falling_behind.append([d for d, kept in enumerate(is_kept) if not kept])
         self._all_drafters = range(len(self._drafters))
+        self._can_be_stale = options.stale_steps > 0
         self._asleep_steps = 0
         self._stale_steps_left = 0
         self._noise_factors: list[float] = []
@@ -291,7 +292,7 @@ class _EngineRun:
         counts, classes, tokens = batch.step(
             self._drafter_by_arm[arm],
             self._gammas[arm],
-            self._draw_kept_drafts() if self._is_stale() else None,
+            self._draw_kept_drafts() if self._can_be_stale and self._is_stale() else None,
             choice.rules,
         )
         if self._idle_positions:
@@ -311,8 +312,10 @@ class _EngineRun:
         trace.ends.append(now)
         trace.tokens.append(tokens)
         result.steps += 1
-        result.switches += switched
-        result.probe_steps += choice.probe_id != 0
+        if switched:
+            result.switches += 1
+        if choice.probe_id:
+            result.probe_steps += 1
         if self._is_learning:
             flags = _FLAGS_BY_GAP_AND_SWITCH[self._is_after_gap, switched]
             self._pending_records.append(
@@ -345,27 +348,28 @@ class _EngineRun:
         return seconds
 
     def _update_missed_tokens(self, arm: int, asleep: bool, tokens: int) -> None:
-        """Counts the tokens that each drafter missed in this step; updates the stale steps."""
+        """Counts the tokens that each drafter missed in this step, and the stale steps."""
         is_sleeping = asleep and self._gammas[arm] == 0
         drafters = (
             self._all_drafters if is_sleeping else self._falling_behind[self._drafter_by_arm[arm]]
         )
         for d in drafters:
             self._missed_tokens[d] += tokens
+        if self._can_be_stale:
+            self._update_stale_steps(is_sleeping)
+
+    def _update_stale_steps(self, is_sleeping: bool) -> None:
         if is_sleeping:
             self._asleep_steps += 1
             return
         if self._asleep_steps > self._options.stale_after:
             self._stale_steps_left = self._options.stale_steps
         self._asleep_steps = 0
-        if self._stale_steps_left > 0:
-            self._stale_steps_left -= 1
+        self._stale_steps_left = max(0, self._stale_steps_left - 1)
 
     def _is_stale(self) -> bool:
         """Whether a drafter that drafts in this step is stale after a long sleep."""
-        wakes_up_stale = (
-            self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
-        )
+        wakes_up_stale = self._can_be_stale and self._asleep_steps > self._options.stale_after
         return wakes_up_stale or self._stale_steps_left > 0
 
     def _draw_kept_drafts(self) -> list[bool]:

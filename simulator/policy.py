@@ -89,7 +89,7 @@ class NonLearningPolicy:
 
 @dataclass(slots=True)
 class Situation:
-    """The true state before a step, which no real engine knows.
+    """The true state before a step, which no real engine knows.  It holds until the step ends.
 
     segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
     each true kind, numbered as in `workload.distinct_pools`.  catch_up_seconds: [drafters] cost of

@@ -266,32 +266,29 @@ def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[f
     """
     trace = run.trace
     starts = [*trace.phase_starts, (len(trace.arms), -1)]
+    if len(starts) < 3:
+        return []
     steps_to_recover = []
+    arms, seconds = np.array(trace.arms), _true_seconds(truth.surface, trace)
     for (_, previous_phase), (first_step, phase), (end, _) in zip(
         starts, starts[1:], starts[2:], strict=False
     ):
         current, previous = workload.phases[phase], workload.phases[previous_phase]
         if not current.is_sudden and current.pool is not previous.pool:
             continue
-        quality = _relative_values(
-            truth.replay_of(current.pool).expected, truth.surface, run, first_step, end
-        )
+        expected = truth.replay_of(current.pool).expected
+        rates = (1 + expected)[:, None] / seconds[:, first_step:end]
+        quality = rates[arms[first_step:end], np.arange(end - first_step)] / rates.max(axis=0)
         window = np.convolve(quality, np.ones(_RECOVERED_STEPS) / _RECOVERED_STEPS, "valid")
         recovered = np.flatnonzero(window >= _RECOVERED_SHARE)
         steps_to_recover.append(float(recovered[0]) if len(recovered) else float(end - first_step))
     return steps_to_recover
 
 
-def _relative_values(
-    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first_step: int, end: int
-) -> NDArray[np.float64]:
-    """Returns [steps] true value of the arm that ran over the best arm's, at the batch and kv."""
-    trace = run.trace
-    arms = np.array(trace.arms[first_step:end])
-    batch = np.array(trace.batch_sizes[first_step:end])
-    kv = np.array(trace.kv_tokens[first_step:end])
-    plain = surface.seconds[:, np.minimum(batch, surface.max_batch_size)]
+def _true_seconds(surface: CostSurface, trace: Trace) -> NDArray[np.float64]:
+    """Returns [arms, steps] seconds of every arm at the batch and kv of each step."""
+    batch, kv = np.array(trace.batch_sizes), np.array(trace.kv_tokens)
+    plain = surface.seconds[:, batch]
     context = surface.kv_seconds[:, None] * (kv - batch * surface.kv_reference)
-    rates = (1 + expected)[:, None] / np.maximum(plain + context, MIN_COST_SHARE * plain)
-    quality: NDArray[np.float64] = rates[arms, np.arange(len(arms))] / rates.max(axis=0)
-    return quality
+    seconds: NDArray[np.float64] = np.maximum(plain + context, MIN_COST_SHARE * plain)
+    return seconds
