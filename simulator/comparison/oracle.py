@@ -84,7 +84,8 @@ class BestArm(NonLearningPolicy):
         is_barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
         self._allowed = np.where(is_barred, 0.0, 1.0)
         names = [spec.name for spec in surface.drafters]
-        self._drafter_by_arm = [names.index(arm.drafter) for arm in arms]
+        # By arm, the drafter that has to catch up, or the number of drafters at gamma = 0.
+        self._catching_up = [names.index(a.drafter) if a.gamma else len(names) for a in arms]
         self._switch_seconds = options.switch_seconds
         self._choices = [ArmChoice(i, asleep=asleep, rules=rules) for i in range(len(arms))]
         self._saved_seconds = [0.0] * len(arms)
@@ -155,11 +156,11 @@ class BestArm(NonLearningPolicy):
             max(saved + last_seconds * (1.0 - last_value / max(value, 1e-300)), 0.0)
             for saved, value in zip(self._saved_seconds, values, strict=True)
         ]
+        # At gamma = 0 no drafter has to catch up.
+        prices = [self._patience * (self._switch_seconds + price) for price in (*catch_up, 0.0)]
         gains = [
-            saved - self._patience * (self._switch_seconds + (0.0 if plain else catch_up[drafter]))
-            for saved, plain, drafter in zip(
-                self._saved_seconds, self._is_plain, self._drafter_by_arm, strict=True
-            )
+            saved - prices[i]
+            for saved, i in zip(self._saved_seconds, self._catching_up, strict=True)
         ]
         gains[last] = 0.0
         return gains.index(max(gains))
