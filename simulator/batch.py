@@ -1,16 +1,19 @@
-"""The running batch: its requests, the position of each, and the requests that wait."""
+"""The running batch: its requests, the position of each, and the requests that wait.
+
+The state of the sequences is in plain lists: a step of a few sequences takes a tenth of the time
+that it takes with numpy arrays of that length.
+"""
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
-from typing import Any
+from operator import add, sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.engine_spec import MAX_GAMMA
 from controller.core.plan import MixtureRule
 from simulator.errors import InvalidInputError
 from simulator.policy import IdleCounts, RowEvidence
@@ -26,48 +29,73 @@ from simulator.workload import (
     distinct_pools,
 )
 
-_ACCEPTED_LENGTHS = range(MAX_GAMMA + 1)
 
-
-class _PoolArrays:
-    """A pool's arrays for the batch; `base`: offsets in the joint acceptance arrays."""
+class _PoolLists:
+    """A pool's values by request, for the batch; `base`: offsets in the joint acceptance arrays."""
 
     def __init__(
         self, pool: RequestPool, start: int, first_kind: int, label_names: list[str]
     ) -> None:
         labels = np.array([label_names.index(name) for name in pool.label_names])[pool.labels]
-        self.base: NDArray[np.int64] = pool.offsets + start
-        self.label: NDArray[np.int64] = labels
-        self.kind: NDArray[np.int64] = pool.request_kinds + first_kind
-        # Plain lists: requests are admitted one by one.
+        self.base: list[int] = (pool.offsets + start).tolist()
+        self.label: list[int] = labels.tolist()
+        self.kind: list[int] = (pool.request_kinds + first_kind).tolist()
         self.context: list[int] = pool.context_tokens.tolist()
         self.output: list[int] = pool.output_tokens.tolist()
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A running request.
+
+    number: among all admitted requests.  request: its index in its pool.  base: its first position
+    in the acceptance arrays.
+    """
+
+    number: int
+    request: int
+    base: int
+    context_tokens: int
+    label: int
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
 class _SuspendedPhase:
     """Suspended sequences of a phase that may return, and the next request of its pool.
 
-    rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts have not been read yet.
+    cursors, ends, sequences: as in `Batch`.  prefilling: requests whose prompts have not been read
+    yet.
     """
 
-    rows: NDArray[np.int64]
+    cursors: list[int]
+    ends: list[int]
+    sequences: list[_Sequence]
     kv_tokens: int
-    prefilling: tuple[list[int], ...]
+    prefilling: deque[list[int]]
     next_request: int
 
 
 class Batch:
     """Sequences of a workload under continuous batching.  One object per run.
 
-    All per-sequence state is in numpy arrays whose first `size` entries are in use.
+    with_counts: whether `step` counts the accepted drafts, for a report.
     idle_positions: number of draft positions at which idle drafters are evaluated, 0 for no
     evaluation; `idle_counts` holds the result of the last step.  `evidence`: of the last step, if
-    it had rules.
+    it had rules.  `kind_counts`: [kinds] running sequences by request kind, which policies cannot
+    see, numbered as by `distinct_pools`.  `admission_seconds`: virtual time before which `admit`
+    finds no request.
     """
 
-    def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
-        self._idle_positions = idle_positions
+    def __init__(
+        self,
+        workload: Workload,
+        surface: CostSurface,
+        idle_positions: int = 0,
+        *,
+        with_counts: bool = True,
+    ) -> None:
+        self._idle_positions, self._with_counts = idle_positions, with_counts
         self.idle_counts: list[IdleCounts] = []
         self.evidence: RowEvidence | None = None
         self._drafters = [d.name for d in surface.drafters if d.mixture is None]
@@ -90,29 +118,31 @@ class Batch:
             )  # fmt: skip
         self._join_pools(pools, distinct_pools(workload))
         self._row_chooser = self._make_row_chooser(surface, distinct_pools(workload))
-        # cursor, end and base: current, last and first position of a sequence in the acceptance
-        # arrays.
-        self._sequence_state = np.zeros((8, capacity), dtype=np.int64)
-        (self._cursor, self._end, self._base, self._context, self._label, self._kind,
-         self._request, self._number) = self._sequence_state  # fmt: skip
+        # Position of each sequence in the acceptance arrays, and the position after its last one.
+        self._cursors: list[int] = []
+        self._ends: list[int] = []
+        self._sequences: list[_Sequence] = []
+        self.kind_counts = [0] * self._kind_count
+        # By (drafter, gamma), [positions] tokens that a step there gains.
+        self._gains_by_arm: dict[tuple[int, int], bytes] = {}
         self.size = 0
         self.kv_tokens = 0
         self.phase = 0
         self.phase_changed = True
         self._capacity = capacity
         self._next_request = 0
-        self._phase_tokens = 0.0
+        self._phase_tokens = 0
+        self.admission_seconds = -math.inf
         # A lower bound of the tokens until the next sequence finishes.
         self._min_remaining_tokens = 0
         # For each request: context tokens left to read, its number, its index in the phase's pool,
         # the phase.
-        self._prefilling: deque[list[int]] = deque()
+        self.prefilling: deque[list[int]] = deque()
         # By pool and concurrency of their phase.
         self._suspended_phases: dict[tuple[int, int], _SuspendedPhase] = {}
         self.times = RequestTimes()
-        self._started_count = 0
-        self._started_requests: list[int] = []
-        self._finished_requests: list[int] = []
+        # Times that are those of the end of the present step: lists of `times`, and indices.
+        self.unset_times: list[tuple[list[float], int]] = []
         self.done = False
 
     def _join_pools(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
@@ -120,7 +150,7 @@ class Batch:
         names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
         accepted_parts: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
-        pool_arrays: dict[int, _PoolArrays] = {}
+        pool_lists: dict[int, _PoolLists] = {}
         start = first_kind = 0
         for pool in distinct:
             length = 0
@@ -134,11 +164,11 @@ class Batch:
                     )  # fmt: skip
                 accepted_parts[d].append(source)
                 length = len(source)
-            pool_arrays[id(pool)] = _PoolArrays(pool, start, first_kind, names)
+            pool_lists[id(pool)] = _PoolLists(pool, start, first_kind, names)
             start += length
             first_kind += pool.kind_count
         self._kind_count = first_kind
-        self._pools = [pool_arrays[id(pool)] for pool in pools]
+        self._pools = [pool_lists[id(pool)] for pool in pools]
         self._accepted_by_drafter = [np.concatenate(parts) for parts in accepted_parts]
 
     def _make_row_chooser(
@@ -155,11 +185,6 @@ class Batch:
         ]
         return chooser
 
-    @property
-    def has_waiting_prefill(self) -> bool:
-        """Whether the prompt of an admitted request has not been read yet."""
-        return bool(self._prefilling)
-
     def next_arrival(self) -> float | None:
         """Returns the arrival time of the next request in virtual seconds; None after the last."""
         return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
@@ -167,13 +192,6 @@ class Batch:
     def segment_at(self, now: float) -> int:
         """Returns the oracle's segment (comparison/oracle.py) of a step that starts now."""
         return self.phase if self._closed_loop is not None else int(now / self._window_seconds)
-
-    def running_by_kind(self) -> NDArray[np.int64]:
-        """Counts the running sequences by request kind, which policies cannot see.
-
-        [kinds] as `distinct_pools` numbers them.
-        """
-        return np.bincount(self._kind[: self.size], minlength=self._kind_count)
 
     def admit(self, now: float) -> None:
         """Admits the requests that have arrived, up to the limit."""
@@ -187,103 +205,117 @@ class Batch:
         else:
             limit = self._capacity
             available = bisect.bisect_right(self._arrivals, now) - self._next_request
-        admissible_count = min(limit - self.size - len(self._prefilling), available)
-        if admissible_count <= 0:
-            return
+        places = limit - self.size - len(self.prefilling)
         pool = self._pools[self.phase]
-        for _ in range(admissible_count):
+        for _ in range(min(places, available)):
             arrival = now if closed_loop is not None else self._arrivals[self._next_request]
             # A closed loop repeats its pool; an open loop never reaches the pool's end.
             i = self._next_request % len(pool.output)
             self._next_request += 1
             number = self.times.add(arrival, pool.output[i])
-            self._prefilling.append([pool.context[i], number, i, self.phase])
+            self.prefilling.append([pool.context[i], number, i, self.phase])
+        # A sequence that finishes, or another phase, sets it back.
+        self.admission_seconds = math.inf
+        if places > available and (arrival := self.next_arrival()) is not None:
+            self.admission_seconds = arrival
 
     def start_all(self) -> None:
         """Starts to decode every admitted request, without a cost for its prompt."""
-        while self._prefilling:
-            self._start(self._prefilling.popleft())
+        while self.prefilling:
+            self._start(self.prefilling.popleft())
 
     def prefill(self, chunk_tokens: int, seconds_per_token: float) -> float:
         """Reads up to `chunk_tokens` of the waiting prompts; returns the seconds that it took."""
         tokens_left = chunk_tokens
-        while tokens_left > 0 and self._prefilling:
-            request = self._prefilling[0]
+        while tokens_left > 0 and self.prefilling:
+            request = self.prefilling[0]
             chunk = min(tokens_left, request[0])
             request[0] -= chunk
             tokens_left -= chunk
             if request[0] == 0:
-                self._start(self._prefilling.popleft())
+                self._start(self.prefilling.popleft())
         return (chunk_tokens - tokens_left) * seconds_per_token
 
     def _start(self, request: list[int]) -> None:
         _, number, i, phase = request
         pool = self._pools[phase]
-        base, context_tokens = pool.base[i], pool.context[i]
-        self._sequence_state[:, self.size] = (
-            base, base + pool.output[i], base, context_tokens, pool.label[i], pool.kind[i], i,
-            number,
-        )  # fmt: skip
+        base, context_tokens, kind = pool.base[i], pool.context[i], pool.kind[i]
+        output_tokens = pool.output[i]
+        if self.size == 0 or output_tokens < self._min_remaining_tokens:
+            self._min_remaining_tokens = output_tokens
+        self._cursors.append(base)
+        self._ends.append(base + output_tokens)
+        self._sequences.append(_Sequence(number, i, base, context_tokens, pool.label[i], kind))
+        self.kind_counts[kind] += 1
         self.size += 1
         self.kv_tokens += context_tokens
-        self._min_remaining_tokens = 0
-        self._started_count += 1
+        self.unset_times.append((self.times.first_token, number))
 
     def step(
         self,
         drafter: int,
         gamma: int,
-        stale_keep_factors: NDArray[np.float64] | None,
+        kept_drafts: Sequence[bool] | None,
         rules: Sequence[MixtureRule] = (),
-    ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
-        """Runs one decode step; returns (accepted_counts, counts by class, tokens gained)."""
-        n = self.size
-        cursor = self._cursor[:n]
-        start = cursor.copy() if self._idle_positions else None
-        accepted: NDArray[np.integer[Any]] | None
-        self.evidence = None
-        if gamma > 0:
-            if rules and self._row_chooser is not None:
-                accepted, self.evidence = self._row_chooser.choose_rows(
-                    drafter, gamma, cursor, self._number[:n], rules, stale_keep_factors
-                )
-            else:
-                accepted = self._accepted_by_drafter[drafter].take(cursor)
-                np.minimum(accepted, gamma, out=accepted)
-                if stale_keep_factors is not None:
-                    accepted = (accepted * stale_keep_factors).astype(np.uint8)
-            counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
-            cursor += accepted
-            tokens = n + sum(map(mul, counts, _ACCEPTED_LENGTHS))
+    ) -> tuple[list[int], list[tuple[str, list[int]]], int]:
+        """Runs one decode step; returns (accepted_counts, counts by class, tokens gained).
+
+        kept_drafts: [sequences] whether a stale drafter's drafts can be accepted; None: all can.
+        The counts are empty without `with_counts`.
+        """
+        start, self.evidence = self._cursors, None
+        if gamma == 0:
+            gained = [1] * self.size
+        elif rules and self._row_chooser is not None:
+            gained = self._gain_by_row(self._row_chooser, drafter, gamma, kept_drafts, rules)
         else:
-            accepted = None
-            counts = [n]
-            tokens = n
-        cursor += 1
-        if start is not None:
+            gains = self._gains_by_arm.get((drafter, gamma)) or self._make_gains(drafter, gamma)
+            gained = [gains[cursor] for cursor in start]
+            if kept_drafts is not None:
+                gained = [g if kept else 1 for g, kept in zip(gained, kept_drafts, strict=True)]
+        self._cursors = list(map(add, start, gained))
+        tokens = sum(gained)
+        counts, classes = self._count_accepted(gained, gamma) if self._with_counts else ([], [])
+        if self._idle_positions:
             self.idle_counts = self._score_idle_drafters(
-                drafter if gamma > 0 else None, start, cursor - start
+                drafter if gamma > 0 else None, np.array(start), np.array(gained)
             )
-        classes = self._count_classes(accepted, gamma, n) if len(self.label_names) > 1 else []
         self.kv_tokens += tokens
-        if self._started_count:
-            self._started_requests = self._number[n - self._started_count : n].tolist()
-            self._started_count = 0
         self._min_remaining_tokens -= gamma + 1
         if self._min_remaining_tokens <= 0:
-            tokens -= self._remove_finished(n)
-        return counts, classes, float(tokens)
+            tokens -= self._remove_finished()
+        return counts, classes, tokens
 
-    def record_times(self, now: float) -> None:
-        """Records the end of the step for requests whose first or last step it was."""
-        if self._started_requests:
-            for number in self._started_requests:
-                self.times.first_token[number] = now
-            self._started_requests = []
-        if self._finished_requests:
-            for number in self._finished_requests:
-                self.times.finish[number] = now
-            self._finished_requests = []
+    def _make_gains(self, drafter: int, gamma: int) -> bytes:
+        gains = (np.minimum(self._accepted_by_drafter[drafter], gamma) + 1).astype(np.uint8)
+        self._gains_by_arm[drafter, gamma] = gains.tobytes()
+        return self._gains_by_arm[drafter, gamma]
+
+    def _gain_by_row(
+        self,
+        chooser: RowDrafterChooser,
+        drafter: int,
+        gamma: int,
+        kept_drafts: Sequence[bool] | None,
+        rules: Sequence[MixtureRule],
+    ) -> list[int]:
+        """Returns [sequences] tokens gained where the rules choose each one's drafter."""
+        accepted, self.evidence = chooser.choose_rows(
+            drafter,
+            gamma,
+            np.array(self._cursors),
+            np.array([sequence.number for sequence in self._sequences]),
+            rules,
+            None if kept_drafts is None else np.array(kept_drafts, dtype=np.float64),
+        )
+        gained: list[int] = (accepted + 1).tolist()
+        return gained
+
+    def set_times(self, now: float) -> None:
+        """Sets the times of requests whose first or last step ends now."""
+        for times, number in self.unset_times:
+            times[number] = now
+        self.unset_times.clear()
 
     def _score_idle_drafters(
         self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
@@ -301,43 +333,44 @@ class Batch:
                 )
         return idle_counts
 
-    def _count_classes(
-        self, accepted: NDArray[np.integer[Any]] | None, gamma: int, n: int
-    ) -> list[tuple[str, list[int]]]:
-        """Counts accepted lengths by label; sequences without a label belong to no class."""
-        width = gamma + 1
-        joint = self._label[:n] * width + (0 if accepted is None else accepted)
-        counts = np.bincount(joint, minlength=width * len(self.label_names))
-        return [
-            (name, row)
-            for name, row in zip(self.label_names, counts.reshape(-1, width).tolist(), strict=True)
-            if name and any(row)
-        ]
+    def _count_accepted(
+        self, gained: Sequence[int], gamma: int
+    ) -> tuple[list[int], list[tuple[str, list[int]]]]:
+        """Counts accepted lengths, and by label; sequences without a label belong to no class."""
+        counts = list(map(bytes(gained).count, range(1, gamma + 2)))
+        if len(self.label_names) == 1:
+            return counts, []
+        rows = [[0] * (gamma + 1) for _ in self.label_names]
+        for sequence, tokens in zip(self._sequences, gained, strict=True):
+            rows[sequence.label][tokens - 1] += 1
+        labelled_rows = zip(self.label_names, rows, strict=True)
+        return counts, [(name, row) for name, row in labelled_rows if name and any(row)]
 
-    def _remove_finished(self, n: int) -> int:
+    def _remove_finished(self) -> int:
         """Removes finished sequences; returns the number of tokens past their ends."""
-        remaining_tokens = self._end[:n] - self._cursor[:n]
-        min_remaining = int(remaining_tokens.min())
+        remaining_tokens = list(map(sub, self._ends, self._cursors))
+        self._min_remaining_tokens = min(remaining_tokens)
+        if self._min_remaining_tokens > 0:
+            return 0
         tokens_past_end = 0
-        if min_remaining <= 0:
-            keep = remaining_tokens > 0
-            finished_rows = self._sequence_state[:, :n][:, ~keep]
-            cursor, end, base, context = finished_rows[:4]
-            tokens_past_end = int((cursor - end).sum())
-            self.kv_tokens -= int((context + cursor - base).sum())
-            self._finished_requests = finished_rows[-1].tolist()
-            staying_count = n - finished_rows.shape[1]
-            self._sequence_state[:, :staying_count] = self._sequence_state[:, :n][:, keep]
-            self.size = staying_count
-            min_remaining = int(remaining_tokens[keep].min()) if staying_count else 0
-        self._min_remaining_tokens = min_remaining
+        for i in range(self.size - 1, -1, -1):
+            if remaining_tokens[i] <= 0:
+                sequence = self._sequences.pop(i)
+                cursor = self._cursors.pop(i)
+                tokens_past_end += cursor - self._ends.pop(i)
+                self.kv_tokens -= sequence.context_tokens + cursor - sequence.base
+                self.kind_counts[sequence.kind] -= 1
+                self.unset_times.append((self.times.finish, sequence.number))
+        self.size = len(self._cursors)
+        self._min_remaining_tokens = min((r for r in remaining_tokens if r > 0), default=0)
+        self.admission_seconds = -math.inf
         return tokens_past_end
 
-    def count_phase_tokens(self, tokens: float) -> float:
+    def count_phase_tokens(self, tokens: int) -> float:
         """Counts tokens in the phase; returns the share of them, in [0, 1], that it needed."""
         if self._closed_loop is None:
             finished = self._next_request >= len(self._arrivals)
-            self.done = finished and self.size == 0 and not self._prefilling
+            self.done = finished and self.size == 0 and not self.prefilling
             return 1.0
         phase = self._closed_loop.phases[self.phase]
         if phase.tokens is None:
@@ -353,11 +386,15 @@ class Batch:
         if self.phase + 1 == len(self._closed_loop.phases):
             self.done = True
             return tokens_left / tokens
-        self.phase += 1
+        self._enter_phase(self.phase + 1)
         self._start_phase(self._closed_loop.phases[self.phase], ended=phase)
-        self.phase_changed = True
-        self._phase_tokens = 0.0
+        self._phase_tokens = 0
         return 1.0
+
+    def _enter_phase(self, phase: int) -> None:
+        self.phase = phase
+        self.phase_changed = True
+        self.admission_seconds = -math.inf
 
     def _start_phase(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
         """Applies the phase's `PhaseStart` to the running requests."""
@@ -365,43 +402,54 @@ class Batch:
             self._move_to_pool()
         elif phase.begins is PhaseStart.REPLACED:
             self._suspended_phases[id(ended.pool), ended.concurrency] = _SuspendedPhase(
-                self._sequence_state[:, : self.size].copy(),
+                self._cursors,
+                self._ends,
+                self._sequences,
                 self.kv_tokens,
-                tuple(self._prefilling),
+                self.prefilling,
                 self._next_request,
             )
-            empty_phase = _SuspendedPhase(self._sequence_state[:, :0], 0, (), 0)
+            empty_phase = _SuspendedPhase([], [], [], 0, deque(), 0)
             resumed = self._suspended_phases.pop((id(phase.pool), phase.concurrency), empty_phase)
-            self.size = resumed.rows.shape[1]
-            self._sequence_state[:, : self.size] = resumed.rows
+            self._cursors, self._ends = resumed.cursors, resumed.ends
+            self._sequences = resumed.sequences
+            self.size = len(self._sequences)
             self.kv_tokens = resumed.kv_tokens
-            self._prefilling = deque(resumed.prefilling)
+            self.prefilling = resumed.prefilling
             self._next_request = resumed.next_request
             self._min_remaining_tokens = 0
+            self._count_kinds()
         else:
             self._next_request = 0
 
     def _move_to_pool(self) -> None:
         """Moves every request in flight to the same position of the same request in this pool."""
         pool = self._pools[self.phase]
-        request = self._request[: self.size]
-        shift = pool.base[request] - self._base[: self.size]
-        self._sequence_state[:3, : self.size] += shift
-        self._label[: self.size] = pool.label[request]
-        self._kind[: self.size] = pool.kind[request]
-        for request_state in self._prefilling:
+        for i, sequence in enumerate(self._sequences):
+            request = sequence.request
+            shift = pool.base[request] - sequence.base
+            self._cursors[i] += shift
+            self._ends[i] += shift
+            sequence.base += shift
+            sequence.label, sequence.kind = pool.label[request], pool.kind[request]
+        self._count_kinds()
+        for request_state in self.prefilling:
             request_state[3] = self.phase
+
+    def _count_kinds(self) -> None:
+        self.kind_counts = [0] * self._kind_count
+        for sequence in self._sequences:
+            self.kind_counts[sequence.kind] += 1
 
     def _advance_request_phase(self, closed: ClosedLoop) -> None:
         """Starts the next phase once every request of this one has begun."""
         if self._next_request < closed.phases[self.phase].pool.requests:
             return
         if self.phase + 1 < len(closed.phases):
-            self.phase += 1
+            self._enter_phase(self.phase + 1)
             self._next_request = 0
-            self.phase_changed = True
         else:
-            self.done = self.size == 0 and not self._prefilling
+            self.done = self.size == 0 and not self.prefilling
 
 
 def _counts_at_least(values: NDArray[np.int64], depth: int) -> list[int]:

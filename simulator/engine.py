@@ -19,7 +19,15 @@ from controller.core.engine_spec import drafters_in_sync
 from controller.core.step_report import StepFlags
 from simulator.batch import Batch
 from simulator.errors import InvalidInputError
-from simulator.policy import ArmChoice, Clairvoyant, FullInformation, Policy, Situation, StepRecord
+from simulator.policy import (
+    ArmChoice,
+    Clairvoyant,
+    FullInformation,
+    NonLearningPolicy,
+    Policy,
+    Situation,
+    StepRecord,
+)
 from simulator.results import Latencies
 from simulator.surface import MIN_COST_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload
@@ -88,13 +96,18 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class Trace:
-    """Records the steps (Python lists, one entry per step)."""
+    """Records the steps (Python lists, one entry per step).
+
+    seconds: of the step.  ends: virtual time at its end.  segments: of the oracle.
+    """
 
     arms: list[int] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
     # (step, phase index) of every phase's first step.
     phase_starts: list[tuple[int, int]] = field(default_factory=list)
 
@@ -164,7 +177,8 @@ class _EngineRun:
         streams = np.random.default_rng(seed).spawn(3)
         self._noise_rng, self._stale_rng, self._pace_rng = streams
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
-        self._batch = Batch(workload, surface, self._idle_positions)
+        self._is_learning = not isinstance(policy, NonLearningPolicy)
+        self._batch = Batch(workload, surface, self._idle_positions, with_counts=self._is_learning)
         self._drafters = [d.name for d in surface.drafters]
         self._plain_drafter_count = sum(d.mixture is None for d in surface.drafters)
         self._drafter_by_arm = [self._drafters.index(arm.drafter) for arm in surface.arms]
@@ -172,18 +186,18 @@ class _EngineRun:
         # Plain lists: reading a numpy scalar costs more than the addition.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
-        self._max_batch_size = surface.max_batch_size
+        self._kv_reference = surface.kv_reference
         self._missed_tokens = [0.0] * len(self._drafters)
         drafters_kept_together = drafters_in_sync(surface.drafters)
-        # By drafter, the drafters that are kept in sync while it drafts.
-        self._kept_together = [
-            [
-                d
-                for d, other_name in enumerate(self._drafters)
-                if other_name in drafters_kept_together[name]
-            ]
-            for name in self._drafters
-        ]
+        # By drafter, the drafters that are kept in sync while it drafts, and the others.
+        self._kept_together: list[list[int]] = []
+        self._falling_behind: list[list[int]] = []
+        for name in self._drafters:
+            is_kept = [other in drafters_kept_together[name] for other in self._drafters]
+            self._kept_together.append([d for d, kept in enumerate(is_kept) if kept])
+            self._falling_behind.append([d for d, kept in enumerate(is_kept) if not kept])
+        self._all_drafters = range(len(self._drafters))
+        self._can_be_stale = options.stale_steps > 0
         self._asleep_steps = 0
         self._stale_steps_left = 0
         self._noise_factors: list[float] = []
@@ -192,35 +206,39 @@ class _EngineRun:
         self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
         self._pending_records: deque[StepRecord] = deque()
         self._now, self._last_arm, self._is_after_gap = 0.0, -1, False
+        # The share of the last step's tokens that a closed loop needed.
+        self._last_share = 1.0
+        # (segment, seconds) in which no step ran.
+        self._prefill_intervals: list[tuple[int, float]] = []
         self.result = RunResult(isinstance(workload, OpenLoop))
 
     def run(self) -> RunResult:
         """Runs the whole workload."""
-        batch, options = self._batch, self._options
+        batch, options, result = self._batch, self._options, self.result
         while True:
-            batch.admit(self._now)
+            if self._now >= batch.admission_seconds:
+                batch.admit(self._now)
             if batch.phase_changed:
-                self.result.trace.phase_starts.append((self.result.steps, batch.phase))
+                result.trace.phase_starts.append((result.steps, batch.phase))
                 batch.phase_changed = False
-            if batch.has_waiting_prefill:
+            if batch.prefilling:
                 self._read_prompts()
             if batch.size > 0:
                 self._step()
                 if batch.done:
                     break
-                if self.result.steps >= options.max_steps:
+                if result.steps >= options.max_steps:
                     raise InvalidInputError(
                         "workload", 0,
                         f"it has not ended after {options.max_steps} steps: it is too large",
                     )  # fmt: skip
-            elif not batch.has_waiting_prefill:
+            elif not batch.prefilling:
                 arrival = batch.next_arrival()
                 if arrival is None:
                     break
                 self._now, self._is_after_gap = max(self._now, arrival), True
-        self.result.decision_seconds = self._decision_seconds
-        self.result.latencies = batch.times.finished_latencies()
-        return self.result
+        self._sum_up()
+        return result
 
     def _read_prompts(self) -> None:
         batch, options = self._batch, self._options
@@ -229,7 +247,9 @@ class _EngineRun:
             return
         spent = batch.prefill(options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token)
         spent += self._surface.prefill_pass_seconds
-        self._now = self._add_interval(self._now, spent, 0.0)
+        self._prefill_intervals.append((batch.segment_at(self._now), spent))
+        batch.count_phase_tokens(0)
+        self._now += spent
         self._is_after_gap = True
 
     def _choose(self, step: int) -> ArmChoice:
@@ -251,14 +271,17 @@ class _EngineRun:
         return Situation(
             batch.segment_at(self._now),
             kv,
-            batch.running_by_kind(),
-            [surface.catch_up_seconds(min(missed, kv)) for missed in self._missed_tokens],
+            batch.kind_counts,
+            [
+                surface.catch_up_seconds(min(missed, kv)) if missed else 0.0
+                for missed in self._missed_tokens
+            ],
             self._options.stale_acceptance if self._is_stale() else 1.0,
         )
 
     def _step(self) -> None:
         """Runs one decode step, from the choice to its record."""
-        batch, result = self._batch, self.result
+        batch, result, trace = self._batch, self.result, self.result.trace
         step, n, kv = result.steps, batch.size, batch.kv_tokens
         choice = self._choose(step)
         arm = choice.arm
@@ -269,7 +292,7 @@ class _EngineRun:
         counts, classes, tokens = batch.step(
             self._drafter_by_arm[arm],
             self._gammas[arm],
-            self._draw_stale_keep_factors(),
+            self._draw_kept_drafts() if self._can_be_stale and self._is_stale() else None,
             choice.rules,
         )
         if self._idle_positions:
@@ -277,36 +300,38 @@ class _EngineRun:
             seconds += (self._plain_drafter_count - 1) * self._surface.catch_up_seconds(tokens)
         else:
             self._update_missed_tokens(arm, asleep, tokens)
-        self._now = now = self._add_interval(self._now, seconds, tokens)
-        batch.record_times(now)
-        trace = result.trace
+        trace.segments.append(batch.segment_at(self._now))
+        self._now = now = self._now + seconds
+        self._last_share = batch.count_phase_tokens(tokens)
+        if batch.unset_times:
+            batch.set_times(now)
         trace.arms.append(arm)
         trace.batch_sizes.append(n)
         trace.kv_tokens.append(kv)
+        trace.seconds.append(seconds)
         trace.ends.append(now)
-        trace.tokens.append(int(tokens))
+        trace.tokens.append(tokens)
         result.steps += 1
-        result.switches += switched
-        result.probe_steps += choice.probe_id != 0
-        result.sequence_seconds += n * seconds
-        octave = result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
-        octave[0] += tokens
-        octave[1] += seconds
-        flags = _FLAGS_BY_GAP_AND_SWITCH[self._is_after_gap, switched]
-        self._pending_records.append(
-            StepRecord(
-                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes,
-                batch.idle_counts,
-                batch.evidence,
-            )
-        )  # fmt: skip
+        if switched:
+            result.switches += 1
+        if choice.probe_id:
+            result.probe_steps += 1
+        if self._is_learning:
+            flags = _FLAGS_BY_GAP_AND_SWITCH[self._is_after_gap, switched]
+            self._pending_records.append(
+                StepRecord(
+                    step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes,
+                    batch.idle_counts,
+                    batch.evidence,
+                )
+            )  # fmt: skip
         self._last_arm, self._is_after_gap = arm, False
 
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
         """Returns the seconds of the step that is about to run, with noise and penalties."""
         surface, options = self._surface, self._options
-        reference_seconds = self._seconds[arm][min(n, self._max_batch_size)]
-        base = reference_seconds + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
+        reference_seconds = self._seconds[arm][n]
+        base = reference_seconds + self._kv_seconds[arm] * (kv - n * self._kv_reference)
         base = max(base, MIN_COST_SHARE * reference_seconds)
         gamma = self._gammas[arm]
         if gamma == 0 and not asleep:
@@ -322,13 +347,18 @@ class _EngineRun:
             seconds += options.switch_seconds
         return seconds
 
-    def _update_missed_tokens(self, arm: int, asleep: bool, tokens: float) -> None:
-        """Counts the tokens that each drafter missed in this step; updates the stale steps."""
+    def _update_missed_tokens(self, arm: int, asleep: bool, tokens: int) -> None:
+        """Counts the tokens that each drafter missed in this step, and the stale steps."""
         is_sleeping = asleep and self._gammas[arm] == 0
-        running = self._drafter_by_arm[arm]
-        for d in range(len(self._missed_tokens)):
-            if is_sleeping or d not in self._kept_together[running]:
-                self._missed_tokens[d] += tokens
+        drafters = (
+            self._all_drafters if is_sleeping else self._falling_behind[self._drafter_by_arm[arm]]
+        )
+        for d in drafters:
+            self._missed_tokens[d] += tokens
+        if self._can_be_stale:
+            self._update_stale_steps(is_sleeping)
+
+    def _update_stale_steps(self, is_sleeping: bool) -> None:
         if is_sleeping:
             self._asleep_steps += 1
             return
@@ -339,17 +369,14 @@ class _EngineRun:
 
     def _is_stale(self) -> bool:
         """Whether a drafter that drafts in this step is stale after a long sleep."""
-        wakes_up_stale = (
-            self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
-        )
+        wakes_up_stale = self._can_be_stale and self._asleep_steps > self._options.stale_after
         return wakes_up_stale or self._stale_steps_left > 0
 
-    def _draw_stale_keep_factors(self) -> NDArray[np.float64] | None:
-        if not self._is_stale():
-            return None
-        return (self._stale_rng.random(self._batch.size) < self._options.stale_acceptance).astype(
-            float
-        )
+    def _draw_kept_drafts(self) -> list[bool]:
+        """Draws [sequences], whether the drafts of a stale drafter can be accepted."""
+        draws = self._stale_rng.random(self._batch.size)
+        kept: list[bool] = (draws < self._options.stale_acceptance).tolist()
+        return kept
 
     def _next_noise(self) -> float:
         """Draws a new block of noise factors; returns the first one."""
@@ -373,17 +400,24 @@ class _EngineRun:
         factors: NDArray[np.float64] = np.exp(logs - sigma * sigma / 2)
         return factors
 
-    def _add_interval(self, now: float, seconds: float, tokens: float) -> float:
-        """Adds an interval to the result; a closed loop's last step counts up to its last token."""
-        result = self.result
-        segment = self._batch.segment_at(now)
-        share = self._batch.count_phase_tokens(tokens)
-        while len(result.segment_tokens) <= segment:
-            result.segment_tokens.append(0.0)
-            result.segment_seconds.append(0.0)
-        counted_tokens, counted_seconds = tokens * share, seconds * share
-        result.segment_tokens[segment] += counted_tokens
-        result.segment_seconds[segment] += counted_seconds
-        result.tokens += counted_tokens
-        result.seconds += counted_seconds
-        return now + seconds
+    def _sum_up(self) -> None:
+        """Adds the steps up; a closed loop's last step counts up to its last token."""
+        batch, result, trace = self._batch, self.result, self.result.trace
+        tokens, seconds = np.array(trace.tokens, dtype=np.float64), np.array(trace.seconds)
+        batch_sizes = np.array(trace.batch_sizes, dtype=np.int64)
+        # The exponent of n - 1 is its number of bits.
+        octaves = np.frexp(batch_sizes - 1)[1]
+        sums = zip(np.bincount(octaves, tokens), np.bincount(octaves, seconds), strict=True)
+        result.octaves = {o: [float(t), float(s)] for o, (t, s) in enumerate(sums) if s > 0}
+        result.sequence_seconds = float(batch_sizes @ seconds)
+        tokens[-1:] *= self._last_share
+        seconds[-1:] *= self._last_share
+        segments = np.array([*trace.segments, *(s for s, _ in self._prefill_intervals)], np.int64)
+        spans = np.array([*seconds, *(spent for _, spent in self._prefill_intervals)])
+        result.segment_seconds = np.bincount(segments, spans).tolist()
+        result.segment_tokens = np.bincount(
+            trace.segments, tokens, minlength=len(result.segment_seconds)
+        ).tolist()
+        result.tokens, result.seconds = float(tokens.sum()), float(spans.sum())
+        result.decision_seconds = self._decision_seconds
+        result.latencies = batch.times.finished_latencies()

@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from controller.core.plan import MixtureRule
 from controller.core.step_report import ProposalCounts, RowGroup, StepFlags
 
@@ -83,9 +80,16 @@ class Policy(Protocol):
         """Receives the record of a step, after the engine's lag."""
 
 
+class NonLearningPolicy:
+    """Base class of a policy that ignores reports: the engine makes none for it."""
+
+    def observe(self, record: StepRecord, now: float, /) -> None:
+        """Ignores the record."""
+
+
 @dataclass(slots=True)
 class Situation:
-    """The true state before a step, which no real engine knows.
+    """The true state before a step, which no real engine knows.  It holds until the step ends.
 
     segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
     each true kind, numbered as in `workload.distinct_pools`.  catch_up_seconds: [drafters] cost of
@@ -95,7 +99,7 @@ class Situation:
 
     segment: int
     kv_tokens: int
-    running: NDArray[np.int64]
+    running: Sequence[int]
     catch_up_seconds: list[float]
     accepted_share: float = 1.0
 

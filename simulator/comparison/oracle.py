@@ -14,17 +14,19 @@ from controller.core.plan import MixtureRule
 from simulator.comparison.contestants import Factory, static_names
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, RunResult
-from simulator.policy import ArmChoice, Situation, StepRecord
+from simulator.policy import ArmChoice, NonLearningPolicy, Situation
 from simulator.results import PolicyOrigin
 from simulator.scenarios.scenario_file import Scenario
-from simulator.surface import CostSurface
+from simulator.surface import MIN_COST_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload
 
+BEST_ARM = "best arm"
+_AWAKE, _ONLY, _PATIENCE = "awake", "only ", "patience "
 # A patient policy switches after it has lost this share of the switch's cost by staying.
 _PATIENCE_SHARES = (0.3, 1.0)
 
 
-class SegmentSchedule:
+class SegmentSchedule(NonLearningPolicy):
     """Uses one arm per segment of the workload; the situation contains the segment."""
 
     origin = PolicyOrigin.HINDSIGHT
@@ -41,11 +43,8 @@ class SegmentSchedule:
         """Returns the segment's arm."""
         return self._current
 
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Nothing is learnt: everything is known."""
 
-
-class BestArm:
+class BestArm(NonLearningPolicy):
     """The arm of the highest true value at every step's batch, context and running requests.
 
         value = (1 + E[accepted | arm]) / C(arm, n, kv)
@@ -81,17 +80,23 @@ class BestArm:
         self._single_kind_tokens: NDArray[np.float64] = 1.0 + expected[0]
         self._log_tokens = np.log(1.0 + expected)
         self._patience = patience
-        self._is_plain = np.array([arm.gamma == 0 for arm in arms])
-        self._warm_factors = np.where(self._is_plain & (not asleep), options.warm_factor, 1.0)
+        self._is_plain = [arm.gamma == 0 for arm in arms]
         is_barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
         self._allowed = np.where(is_barred, 0.0, 1.0)
         names = [spec.name for spec in surface.drafters]
-        self._drafter_by_arm = np.array([names.index(arm.drafter) for arm in arms])
+        # By arm, the drafter that has to catch up, or the number of drafters at gamma = 0.
+        self._catching_up = [names.index(a.drafter) if a.gamma else len(names) for a in arms]
         self._switch_seconds = options.switch_seconds
         self._choices = [ArmChoice(i, asleep=asleep, rules=rules) for i in range(len(arms))]
-        self._saved_seconds = np.zeros(len(arms))
+        self._saved_seconds = [0.0] * len(arms)
         self._last_arm = -1
         self._situation: Situation | None = None
+        warm_factors = np.where(self._is_plain, 1.0 if asleep else options.warm_factor, 1.0)
+        # Plain lists, because there are few arms: [batch sizes][arms] and [arms].
+        self._seconds: list[list[float]] = (surface.seconds.T * warm_factors).tolist()
+        self._kv_seconds: list[float] = (surface.kv_seconds * warm_factors).tolist()
+        # By the numbers of running sequences of each kind.
+        self._tokens_by_running: dict[tuple[int, ...], list[float]] = {}
 
     def set_situation(self, situation: Situation) -> None:
         """Receives the situation of the next step."""
@@ -101,36 +106,64 @@ class BestArm:
         """Returns the best arm, or the current one while a switch does not pay yet."""
         situation = self._situation
         assert situation is not None, "the engine shows a clairvoyant policy the situation first"
-        seconds = self._surface.step_seconds(batch_size, situation.kv_tokens) * self._warm_factors
-        value = self._tokens_per_sequence(situation.running) * self._allowed / seconds
-        best = int(value.argmax())
-        if self._patience and self._last_arm >= 0:
-            best = self._choose_patiently(value, seconds, situation.catch_up_seconds)
+        running = tuple(situation.running)
+        tokens = self._tokens_by_running.get(running) or self._tokens_per_sequence(running)
+        seconds = self._step_seconds(batch_size, situation.kv_tokens)
+        values = [t / s for t, s in zip(tokens, seconds, strict=True)]
+        best = values.index(max(values))
+        if self._patience and self._last_arm >= 0 and self._may_leave(best):
+            best = self._choose_patiently(values, seconds, situation.catch_up_seconds)
         if best != self._last_arm:
-            self._saved_seconds[:] = 0.0
+            self._saved_seconds = [0.0] * len(values)
             self._last_arm = best
         return self._choices[best]
 
-    def _tokens_per_sequence(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [arms] tokens per sequence in this step, the mean over the running kinds."""
-        if len(running) == 1:
-            return self._single_kind_tokens
-        mean: NDArray[np.float64] = np.exp(running @ self._log_tokens / running.sum())
-        return mean
+    def _step_seconds(self, batch_size: int, kv_tokens: int) -> list[float]:
+        """Returns [arms] seconds, as `CostSurface.step_seconds`, of the drafters as they are."""
+        reference_seconds = self._seconds[batch_size]
+        kv = kv_tokens - batch_size * self._surface.kv_reference
+        seconds = [s + k * kv for s, k in zip(reference_seconds, self._kv_seconds, strict=True)]
+        if kv >= 0:
+            return seconds
+        return [
+            max(s, MIN_COST_SHARE * least)
+            for s, least in zip(seconds, reference_seconds, strict=True)
+        ]
+
+    def _tokens_per_sequence(self, running: tuple[int, ...]) -> list[float]:
+        """Returns [arms] tokens per sequence in this step, the mean over the running kinds.
+
+        An arm that may not draft has 0.
+        """
+        mean = self._single_kind_tokens
+        if len(running) > 1:
+            mean = np.exp(np.array(running) @ self._log_tokens / sum(running))
+        tokens: list[float] = (mean * self._allowed).tolist()
+        self._tokens_by_running[running] = tokens
+        return tokens
+
+    def _may_leave(self, best: int) -> bool:
+        """Whether an arm has saved something, may do so in this step, or costs no switch."""
+        return best != self._last_arm or any(self._saved_seconds) or self._switch_seconds <= 0
 
     def _choose_patiently(
-        self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
+        self, values: Sequence[float], seconds: Sequence[float], catch_up: Sequence[float]
     ) -> int:
         """Adds what every arm would have saved in this step; switches if one has paid off."""
-        saved = seconds[self._last_arm] * (1.0 - value[self._last_arm] / np.maximum(value, 1e-300))
-        np.maximum(self._saved_seconds + saved, 0.0, out=self._saved_seconds)
-        price = np.where(self._is_plain, 0.0, np.array(catch_up)[self._drafter_by_arm])
-        gain = self._saved_seconds - self._patience * (self._switch_seconds + price)
-        gain[self._last_arm] = 0.0
-        return int(gain.argmax())
-
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Nothing is learnt: everything is known."""
+        last = self._last_arm
+        last_seconds, last_value = seconds[last], values[last]
+        self._saved_seconds = [
+            max(saved + last_seconds * (1.0 - last_value / max(value, 1e-300)), 0.0)
+            for saved, value in zip(self._saved_seconds, values, strict=True)
+        ]
+        # At gamma = 0 no drafter has to catch up.
+        prices = [self._patience * (self._switch_seconds + price) for price in (*catch_up, 0.0)]
+        gains = [
+            saved - prices[i]
+            for saved, i in zip(self._saved_seconds, self._catching_up, strict=True)
+        ]
+        gains[last] = 0.0
+        return gains.index(max(gains))
 
 
 def best_by_segment(
@@ -178,19 +211,41 @@ def clairvoyant_factories(
     has_catch_up_cost = surface.catch_up_seconds(1.0) > 0
     has_switch_cost = options.switch_seconds > 0 or has_catch_up_cost
     make_best_arm = partial(BestArm, surface, options, expected, rules)
-    factories: dict[str, Factory] = {"best arm": make_best_arm}
+    factories: dict[str, Factory] = {BEST_ARM: make_best_arm}
     if has_switch_cost and len(drafters) > 1:
         factories |= {
-            f"only {drafter}": partial(make_best_arm, drafter=drafter) for drafter in drafters
+            _ONLY + drafter: partial(make_best_arm, drafter=drafter) for drafter in drafters
         }
     if has_catch_up_cost or options.stale_steps > 0:
-        factories["awake"] = partial(make_best_arm, asleep=False)
+        factories[_AWAKE] = partial(make_best_arm, asleep=False)
     if has_switch_cost:
         factories |= {
-            f"patience {share:g}": partial(make_best_arm, patience=share)
+            f"{_PATIENCE}{share:g}": partial(make_best_arm, patience=share)
             for share in _PATIENCE_SHARES
         }
     return factories
+
+
+def is_repetition(
+    candidate: str, surface: CostSurface, options: EngineOptions, best_arm_run: RunResult
+) -> bool:
+    """Whether a policy of `clairvoyant_factories` would run the steps of `best_arm_run` again.
+
+    best_arm_run: of the policy that is made by BEST_ARM.  In each of its steps the same arm has the
+    highest value
+
+    -   with the drafters awake, if the run has no step at gamma = 0, which alone costs more then;
+    -   with one drafter, if no other one drafts in the run;
+    -   with patience, if the run has no switch, because no arm saves anything.
+    """
+    arms = [surface.arms[arm] for arm in set(best_arm_run.trace.arms)]
+    if candidate == _AWAKE:
+        return all(arm.gamma > 0 for arm in arms)
+    if candidate.startswith(_ONLY):
+        return {arm.drafter for arm in arms if arm.gamma > 0} <= {candidate.removeprefix(_ONLY)}
+    # Where a switch is free, a patient policy leaves an arm for one that is as good.
+    is_patient = candidate.startswith(_PATIENCE)
+    return is_patient and best_arm_run.switches == 0 and options.switch_seconds > 0
 
 
 def oracle_factories(

@@ -5,7 +5,7 @@ The oracle is the best run of all policies that know the true values and of all 
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
 from simulator.comparison import contestants
-from simulator.comparison.oracle import by_request_factories, oracle_factories
+from simulator.comparison.oracle import (
+    BEST_ARM,
+    by_request_factories,
+    is_repetition,
+    oracle_factories,
+)
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import RunResult, Trace, simulate
@@ -100,6 +105,21 @@ def run_seed(
         )
         return _make_policy_run(name, policy, result, recovery), result
 
+    def run_candidates(
+        factories: Mapping[str, contestants.Factory],
+    ) -> list[tuple[PolicyRun, RunResult]]:
+        """Runs the candidates but those that would repeat the run of the first one, BEST_ARM."""
+        best_arm_pair = run_policy(BEST_ARM, factories[BEST_ARM]())
+        return [
+            best_arm_pair,
+            *(
+                run_policy(name, factory())
+                for name, factory in factories.items()
+                if name != BEST_ARM
+                and not is_repetition(name, surface, scenario.options, best_arm_pair[1])
+            ),
+        ]
+
     static_results = {
         name: run_policy(name, factory())
         for name, factory in contestants.static_factories(surface, truth.rules).items()
@@ -107,20 +127,13 @@ def run_seed(
     static_runs = {name: result for name, (_, result) in static_results.items()}
     best = max(static_runs, key=lambda name: static_runs[name].score)
     runs = [run for run, _ in static_results.values()]
-    oracle_candidates_by_name = oracle_factories(scenario, workload, truth, static_runs)
+    oracle_candidates = oracle_factories(scenario, workload, truth, static_runs)
     oracle, oracle_result = max(
-        (
-            static_results[best],
-            *(run_policy(name, factory()) for name, factory in oracle_candidates_by_name.items()),
-        ),
-        key=lambda pair: pair[0].score,
+        (static_results[best], *run_candidates(oracle_candidates)), key=lambda pair: pair[0].score
     )
     runs.append(replace(oracle, name=contestants.ORACLE, origin=PolicyOrigin.HINDSIGHT))
-    if by_request_candidates_by_name := by_request_factories(scenario, truth):
-        by_request_runs = [
-            run_policy(name, factory())[0]
-            for name, factory in by_request_candidates_by_name.items()
-        ]
+    if by_request_candidates := by_request_factories(scenario, truth):
+        by_request_runs = [run for run, _ in run_candidates(by_request_candidates)]
         best_by_request = max((oracle, *by_request_runs), key=lambda run: run.score)
         runs.append(
             replace(best_by_request, name=contestants.BY_REQUEST, origin=PolicyOrigin.HINDSIGHT)
@@ -253,32 +266,29 @@ def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[f
     """
     trace = run.trace
     starts = [*trace.phase_starts, (len(trace.arms), -1)]
+    if len(starts) < 3:
+        return []
     steps_to_recover = []
+    arms, seconds = np.array(trace.arms), _true_seconds(truth.surface, trace)
     for (_, previous_phase), (first_step, phase), (end, _) in zip(
         starts, starts[1:], starts[2:], strict=False
     ):
         current, previous = workload.phases[phase], workload.phases[previous_phase]
         if not current.is_sudden and current.pool is not previous.pool:
             continue
-        quality = _relative_values(
-            truth.replay_of(current.pool).expected, truth.surface, run, first_step, end
-        )
+        expected = truth.replay_of(current.pool).expected
+        rates = (1 + expected)[:, None] / seconds[:, first_step:end]
+        quality = rates[arms[first_step:end], np.arange(end - first_step)] / rates.max(axis=0)
         window = np.convolve(quality, np.ones(_RECOVERED_STEPS) / _RECOVERED_STEPS, "valid")
         recovered = np.flatnonzero(window >= _RECOVERED_SHARE)
         steps_to_recover.append(float(recovered[0]) if len(recovered) else float(end - first_step))
     return steps_to_recover
 
 
-def _relative_values(
-    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first_step: int, end: int
-) -> NDArray[np.float64]:
-    """Returns [steps] true value of the arm that ran over the best arm's, at the batch and kv."""
-    trace = run.trace
-    arms = np.array(trace.arms[first_step:end])
-    batch = np.array(trace.batch_sizes[first_step:end])
-    kv = np.array(trace.kv_tokens[first_step:end])
-    plain = surface.seconds[:, np.minimum(batch, surface.max_batch_size)]
+def _true_seconds(surface: CostSurface, trace: Trace) -> NDArray[np.float64]:
+    """Returns [arms, steps] seconds of every arm at the batch and kv of each step."""
+    batch, kv = np.array(trace.batch_sizes), np.array(trace.kv_tokens)
+    plain = surface.seconds[:, batch]
     context = surface.kv_seconds[:, None] * (kv - batch * surface.kv_reference)
-    rates = (1 + expected)[:, None] / np.maximum(plain + context, MIN_COST_SHARE * plain)
-    quality: NDArray[np.float64] = rates[arms, np.arange(len(arms))] / rates.max(axis=0)
-    return quality
+    seconds: NDArray[np.float64] = np.maximum(plain + context, MIN_COST_SHARE * plain)
+    return seconds

@@ -42,10 +42,15 @@ class Reward(Enum):
 
 @dataclass(slots=True)
 class _Bandit:
-    """State of one octave.  weights, rewards: [arms] sums.  weight: of the newest step."""
+    """State of one octave.  weights, rewards: [arms] sums.  weight: of the newest step.
+
+    means, weight_roots: [arms] rewards / weights, and square roots of the weights.
+    """
 
     weights: list[float]
     rewards: list[float]
+    means: list[float]
+    weight_roots: list[float]
     weight: float = 1.0
     total: float = 0.0
     choice_count: int = 0
@@ -70,7 +75,7 @@ class UcbBandit:
         self._exploration = exploration
         self._growth = 1.0 / discount
         self._by_octave = defaultdict[int, _Bandit](
-            lambda: _Bandit([0.0] * arm_count, [0.0] * arm_count)
+            lambda: _Bandit(*([0.0] * arm_count for _ in range(4)))
         )
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
@@ -83,11 +88,11 @@ class UcbBandit:
         if 0.0 in bandit.weights:
             # Its trial has not been reported yet, or has decayed to zero.
             return self._choices[bandit.weights.index(0.0)]
-        means = [r / w for r, w in zip(bandit.rewards, bandit.weights, strict=True)]
+        means = bandit.means
         samples = bandit.total / bandit.weight
         bonus = self._exploration * math.sqrt(math.log(max(samples, 1.0)) * bandit.weight)
         bonus *= max(means)
-        scores = [m + bonus / math.sqrt(w) for m, w in zip(means, bandit.weights, strict=True)]
+        scores = [m + bonus / root for m, root in zip(means, bandit.weight_roots, strict=True)]
         return self._choices[scores.index(max(scores))]
 
     def observe(self, record: StepRecord, _: float) -> None:
@@ -100,8 +105,15 @@ class UcbBandit:
         bandit.weights[record.arm] += weight
         bandit.rewards[record.arm] += weight * tokens / divisor
         bandit.total += weight
+        _derive(bandit, record.arm)
         if weight > _WEIGHT_MAX:
             _rescale(bandit)
+
+
+def _derive(bandit: _Bandit, arm: int) -> None:
+    weight = bandit.weights[arm]
+    bandit.weight_roots[arm] = math.sqrt(weight)
+    bandit.means[arm] = bandit.rewards[arm] / weight if weight else 0.0
 
 
 def _rescale(bandit: _Bandit) -> None:
@@ -111,3 +123,5 @@ def _rescale(bandit: _Bandit) -> None:
     bandit.rewards = [r * factor for r in bandit.rewards]
     bandit.total *= factor
     bandit.weight = 1.0
+    for arm in range(len(bandit.weights)):
+        _derive(bandit, arm)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def octave_range(index: int) -> tuple[int, int]:
 
 def accepted_tokens(counts: Sequence[int]) -> int:
     """Sums the accepted draft tokens (without bonus tokens) of a step from its gamma + 1 counts."""
-    return sum(accepted * sequences for accepted, sequences in enumerate(counts))
+    return sum(map(mul, counts, range(len(counts))))
 
 
 class RelativeCosts:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from controller.core.engine_spec import Arm
 from controller.core.plan import MixtureRule
 from simulator.errors import InvalidInputError
-from simulator.policy import ArmChoice, StepRecord
+from simulator.policy import ArmChoice, NonLearningPolicy
 from simulator.results import PolicyOrigin
 
 
-class StaticPolicy:
+class StaticPolicy(NonLearningPolicy):
     """Runs arms[arm_index] in every step.  Raises InvalidInputError for no such arm.
 
     rules: the rules by which an arm of a mixture chooses each row's drafter.
@@ -36,6 +36,3 @@ class StaticPolicy:
     def choose(self, _batch_size: int, _now: float) -> ArmChoice:
         """Returns the arm."""
         return self._choice
-
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Ignores the record, because the policy does not learn."""

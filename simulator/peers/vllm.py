@@ -48,7 +48,7 @@ from simulator.peers.common import (
     octave_range,
     off_arm,
 )
-from simulator.policy import ArmChoice, StepRecord
+from simulator.policy import ArmChoice, NonLearningPolicy, StepRecord
 from simulator.results import PolicyOrigin
 
 # (first batch size, last batch size, index of the arm)
@@ -57,7 +57,7 @@ Table = tuple[tuple[int, int, int], ...]
 _SOURCE = "batch schedule"
 
 
-class BatchSchedule:
+class BatchSchedule(NonLearningPolicy):
     """arms[K] by batch size.  Raises InvalidInputError for a table that contradicts itself."""
 
     origin = PolicyOrigin.RESTATED
@@ -71,9 +71,6 @@ class BatchSchedule:
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Looks the arm up."""
         return self._choices[bisect_left(self._ends, batch_size)]
-
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Ignores the record, because the policy does not learn."""
 
 
 def _check_table(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
@@ -154,14 +151,31 @@ class AdaptiveK:
         self._costs = None if profile is None else RelativeCosts(profile, chosen, chosen[0])
         self._recheck_steps = recheck_steps
         depth = self._gammas[-1]
-        # By position, 1 first.
-        self.acceptance: list[float | None] = [None] * depth
+        self.acceptance = [None] * depth
         self._reached = [0] * depth
         self._accepted = [0] * depth
         self._window = 0
         self._current = -1
         self._cooldown = 0
         self._choice_count = 0
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Returns the conditional acceptance by position, 1 first; None: never reached."""
+        return list(self._acceptance)
+
+    @acceptance.setter
+    def acceptance(self, acceptance: Sequence[float | None]) -> None:
+        self._acceptance = list(acceptance)
+        # E(K) of every K.
+        self._expected_tokens: list[float] = []
+        expected, survival, position = 1.0, 1.0, 0
+        for gamma in self._gammas:
+            for rate in self._acceptance[position:gamma]:
+                survival *= UNSEEN_ACCEPTANCE if rate is None else rate
+                expected += survival
+            position = gamma
+            self._expected_tokens.append(expected)
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the best K for this batch, or the present one shortly after a change."""
@@ -178,16 +192,8 @@ class AdaptiveK:
     def _best_index(self, batch_size: int) -> int:
         """Returns the index of the K with the highest goodput, the shorter one of two."""
         costs = self._step_costs(batch_size)
-        best, best_goodput = 0, 0.0
-        expected, survival, position = 1.0, 1.0, 0
-        for i, gamma in enumerate(self._gammas):
-            for rate in self.acceptance[position:gamma]:
-                survival *= UNSEEN_ACCEPTANCE if rate is None else rate
-                expected += survival
-            position = gamma
-            if (goodput := expected / costs[i]) > best_goodput:
-                best, best_goodput = i, goodput
-        return best
+        goodputs = [e / cost for e, cost in zip(self._expected_tokens, costs, strict=True)]
+        return goodputs.index(max(goodputs))
 
     def _step_costs(self, batch_size: int) -> Sequence[float]:
         if self._costs is not None:
@@ -209,14 +215,14 @@ class AdaptiveK:
             self._finish_window()
 
     def _finish_window(self) -> None:
+        acceptance = self.acceptance
         for k, reached in enumerate(self._reached):
             if reached:
                 rate = self._accepted[k] / reached
-                previous_rate = self.acceptance[k]
+                previous_rate = acceptance[k]
                 weight = EMA_WEIGHT if previous_rate is not None else 1.0
-                self.acceptance[k] = (previous_rate or 0.0) + weight * (
-                    rate - (previous_rate or 0.0)
-                )
+                acceptance[k] = (previous_rate or 0.0) + weight * (rate - (previous_rate or 0.0))
+        self.acceptance = acceptance
         self._reached = [0] * len(self._reached)
         self._accepted = [0] * len(self._accepted)
         self._window = 0

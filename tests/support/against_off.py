@@ -76,7 +76,8 @@ class WatchedPolicy:
             change += situation.catch_up_seconds[self._drafter_of[arm]]
         if self.arms and self.arms[-1] != arm:
             change += self._options.switch_seconds
-        accepted = float(situation.running @ self._expected[:, arm]) * situation.accepted_share
+        running = np.array(situation.running)
+        accepted = float(running @ self._expected[:, arm]) * situation.accepted_share
         self.off_seconds.append(float(price[self._off_arm]) * (1 + accepted / batch_size))
         self.seconds.append(seconds + change)
         self.change_seconds.append(change)

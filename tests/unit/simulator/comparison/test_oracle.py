@@ -11,6 +11,7 @@ from simulator.comparison.oracle import (
     SegmentSchedule,
     best_by_segment,
     clairvoyant_factories,
+    is_repetition,
     oracle_factories,
     segment_classes,
 )
@@ -184,6 +185,30 @@ SCENARIOS = {
         options=EngineOptions(stale_steps=6, stale_after=2, stale_acceptance=0.1),
     ),
 }  # fmt: skip
+
+
+def known_runs(loop, costs, options):
+    """The runs of all policies that know the true values, and the names of the repetitions."""
+    truth = Truth(loop, costs)
+    factories = clairvoyant_factories(costs, options, truth.expected_by_kind(), truth.rules)
+    runs = {name: simulate(loop, costs, make(), options, 0) for name, make in factories.items()}
+    best = runs["best arm"]
+    return runs, {name for name in runs if is_repetition(name, costs, options, best)}
+
+
+def test_a_policy_that_would_repeat_the_best_arms_run_is_known():
+    one = SCENARIOS["drafters with prices"]
+    kind = IndependentCurves("", {"mtp": [0.9] * 8, "dflash": [0.5] * 8})
+    loop = ClosedSource((PhaseSpec("", kind, 4, 4000),))(0)
+    runs, repetitions = known_runs(loop, one.surface, one.options)
+    assert repetitions == runs.keys() - {"best arm", "only dflash"}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_repetition_has_the_best_arms_steps(name):
+    one = SCENARIOS[name]
+    runs, repetitions = known_runs(one.workload(0), one.surface, one.options)
+    assert all(runs[name].trace == runs["best arm"].trace for name in repetitions)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
