@@ -70,7 +70,8 @@ _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 
 def _make_reports(acceptance: float) -> dict[int, list[bytes]]:
     """Serialized reports of some steps without their numbers, by draft length."""
-    source, reports_by_gamma = random.Random(1), {}
+    source = random.Random(1)
+    reports_by_gamma: dict[int, list[bytes]] = {}
     for gamma in _GAMMAS:
         reports_by_gamma[gamma] = reports = []
         for sample in range(_SAMPLES):
