@@ -10,9 +10,9 @@ flight (`InFlightReports`).  The traffic changes every 10 seconds; planner and p
 ones.
 
 Taken is the time from the moment that a report is due until the sidecar's answer to its message:
-each tenth message holds one more report, which is stale and therefore answered at once.  It passes
-the same queues as a report that changes the plan, and the same writer; the planner's pause between
-two plans is not in it.  The generator's own lateness is.
+some messages hold one more report, which is stale and therefore answered at once.  It passes the
+same queues as a report that changes the plan, and the same writer; the planner's pause between two
+plans is not in it.  The generator's own lateness is.
 
 Each run of the sidecar stands beside one of the bare stream (`link_bench --serve`), which folds
 nothing and answers each message with a plan of eight rows.  On a shared machine the ratios of a
@@ -64,7 +64,9 @@ _SAMPLES: Final = 200
 _LOOK_SECONDS: Final = 0.001
 _REPORTS_A_MESSAGE: Final = 128
 _WAITING_MAX: Final = 256
-_ASK_EVERY: Final = 10
+# Stale reports of an engine, and of all engines, far below the rate at which refusals are delayed.
+_QUESTIONS_PER_SECOND: Final = 20
+_QUESTIONS_PER_SECOND_OF_ALL: Final = 200
 _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 
 
@@ -103,9 +105,13 @@ class _WaitingReport(NamedTuple):
 
 @dataclass
 class _Engine:
-    """One engine and its agent.  delays, lateness: seconds, since `reset`."""
+    """One engine and its agent.
+
+    question_steps: steps between two questions.  delays, lateness: seconds, since `reset`.
+    """
 
     number: int
+    question_steps: int
     gamma: int = 3
     step: int = 0
     messages: int = 0
@@ -118,6 +124,7 @@ class _Engine:
     # beside it was due.
     _sent: int = 0
     _questions: int = 0
+    _last_question_step: int = 1
     _asked: deque[tuple[int, float]] = field(default_factory=deque)
     _waiting: deque[_WaitingReport] = field(default_factory=deque)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -168,10 +175,9 @@ class _Engine:
                 self.messages += 1
                 self.reports += len(batch)
                 reports = [waiting.report for waiting in batch]
-                is_question = (
-                    self.messages % _ASK_EVERY == 0 and self._questions + 1 < batch[0].step
-                )
+                is_question = batch[0].step - self._last_question_step >= self.question_steps
                 if is_question:
+                    self._last_question_step = batch[0].step
                     self._questions += 1
                     stale_report = engine_pb2.StepReport(step=self._questions)
                     reports.append(stale_report.SerializeToString())
@@ -242,7 +248,9 @@ def _core_seconds(core: int) -> float:
 
 
 async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
-    engines = [_Engine(number) for number in range(count)]
+    questions_per_second = min(_QUESTIONS_PER_SECOND, _QUESTIONS_PER_SECOND_OF_ALL / count)
+    question_steps = round(_STEPS_PER_SECOND / questions_per_second)
+    engines = [_Engine(number, question_steps) for number in range(count)]
     tasks = [asyncio.create_task(engine.live(address)) for engine in engines]
     tasks.append(asyncio.create_task(_run_steps(engines)))
     await asyncio.wait(tasks, timeout=_WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
