@@ -2,8 +2,8 @@
 
     python -m tools.bench.calls_bench
 
-Exit code 1 if a count is more than a fifth above its number in `calls.json`, which `--write` writes
-anew.  Counts do not depend on the processor or its load, so a test can refuse a regression.
+Exit code 1 if a count is more than a fifth above its number in `calls.json`, which `--write`
+replaces.  Counts do not depend on the processor or its load, so a test can refuse a regression.
 
 The shapes of the core are those of `growth_bench`.  A message takes the way of a real one from the
 servicer to the answers, but gRPC is left out: a context hands over parsed messages and drops the
@@ -13,7 +13,7 @@ Two numbers are counted.  "own": calls of this project's functions.  "outside": 
 anything else, in C or in Python; numpy's operators, ufuncs and types are not among them, because
 `sys.setprofile` does not see them.  Calls within other packages are not counted, and comprehensions
 are not counted as functions: Python 3.11 calls them, later versions do not.  The numbers of Python
-3.11 to 3.13 are therefore the same but for a few calls.
+3.11, 3.12 and 3.13 are therefore equal.
 """
 
 import argparse
@@ -252,7 +252,7 @@ def find_regressions(counted: dict[str, Calls], numbers: dict[str, Any]) -> list
 def main() -> int:
     """The command line; 1 if a count is too high."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write {NUMBERS_PATH.name} anew")
+    parser.add_argument("--write", action="store_true", help=f"replace {NUMBERS_PATH.name}")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     counted = count_all()

@@ -5,9 +5,9 @@
 A real `controller serve` has core 0 to itself, as far as the machine lets it; this process, which
 plays the engines and their agents, has another one.  Each engine has a connection and a stream of
 its own and a step every 5 ms.  Reports are sent as the agent sends them: looked for each
-millisecond, all that have come since the last message in one, and held back while messages are in
-flight (`InFlightReports`).  The traffic changes every 10 seconds; planner and pace are the default
-ones.
+millisecond (`--look-ms`, the agent's SPECULATION_REPORT_INTERVAL_MS), all that have come since the
+last message in one, and held back while messages are in flight (`InFlightReports`).  The traffic
+changes every 10 seconds; planner and pace are the default ones.
 
 Taken is the time from the moment that a report is due until the sidecar's answer to its message:
 some messages hold one more report, which is stale and therefore answered at once.  It passes the
@@ -60,8 +60,7 @@ _PHASE_STEPS: Final = 2000
 _ACCEPTANCES: Final = (0.8, 0.5)
 _GAMMAS: Final = (0, 1, 2, 3, 5, 7)
 _SAMPLES: Final = 200
-# As the agent: seconds between two looks for reports, reports of a message, and reports that wait.
-_LOOK_SECONDS: Final = 0.001
+# As the agent: reports of a message, and reports that wait.
 _REPORTS_A_MESSAGE: Final = 128
 _WAITING_MAX: Final = 256
 # Stale reports of an engine, and of all engines, far below the rate at which refusals are delayed.
@@ -207,11 +206,11 @@ class _Engine:
         return b"".join((head, *map(encode_report_field, reports)))
 
 
-async def _run_steps(engines: Sequence[_Engine]) -> None:
+async def _run_steps(engines: Sequence[_Engine], look_seconds: float) -> None:
     """Runs the steps of all engines, which are evenly spread over a step's time."""
     due, number = time.perf_counter(), 0
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(look_seconds)
         while due <= (now := time.perf_counter()):
             engines[number % len(engines)].run_step(due, now)
             number += 1
@@ -247,18 +246,18 @@ def _core_seconds(core: int) -> float:
     return float(sum(times[:8]) - times.idle - times.iowait)
 
 
-async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
+async def _play(address: str, pid: int, count: int, options: argparse.Namespace) -> _Run:
     questions_per_second = min(_QUESTIONS_PER_SECOND, _QUESTIONS_PER_SECOND_OF_ALL / count)
     question_steps = round(_STEPS_PER_SECOND / questions_per_second)
     engines = [_Engine(number, question_steps) for number in range(count)]
     tasks = [asyncio.create_task(engine.live(address)) for engine in engines]
-    tasks.append(asyncio.create_task(_run_steps(engines)))
+    tasks.append(asyncio.create_task(_run_steps(engines, 1e-3 * options.look_ms)))
     await asyncio.wait(tasks, timeout=_WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     for engine in engines:
         engine.reset()
     used_before, core_before = processor_seconds(pid), _core_seconds(_SIDECAR_CORE)
     start = time.perf_counter()
-    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(tasks, timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED)
     elapsed = time.perf_counter() - start
     used = processor_seconds(pid) - used_before
     core_used = _core_seconds(_SIDECAR_CORE) - core_before
@@ -282,7 +281,7 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
     return result
 
 
-def _measure_count(count: int, seconds: float, *, is_bare: bool) -> _Run:
+def _measure_count(count: int, options: argparse.Namespace, *, is_bare: bool) -> _Run:
     with ExitStack() as stack:
         if is_bare:
             address, pid = stack.enter_context(minimal_sidecar(answers_all=True))
@@ -291,13 +290,15 @@ def _measure_count(count: int, seconds: float, *, is_bare: bool) -> _Run:
             address, pid = sidecar.address, sidecar.process.pid
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {_SIDECAR_CORE})
-        return asyncio.run(_play(address, pid, count, seconds))
+        return asyncio.run(_play(address, pid, count, options))
 
 
-def _measure_pair(count: int, seconds: float, *, is_bare_first: bool) -> tuple[_Run, _Run]:
+def _measure_pair(
+    count: int, options: argparse.Namespace, *, is_bare_first: bool
+) -> tuple[_Run, _Run]:
     """Returns a run of the sidecar and one of the bare stream."""
-    first = _measure_count(count, seconds, is_bare=is_bare_first)
-    second = _measure_count(count, seconds, is_bare=not is_bare_first)
+    first = _measure_count(count, options, is_bare=is_bare_first)
+    second = _measure_count(count, options, is_bare=not is_bare_first)
     return (second, first) if is_bare_first else (first, second)
 
 
@@ -310,7 +311,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     is_in_time = is_lossless = True
     for count in options.engines or _ENGINES:
         pairs = [
-            _measure_pair(count, options.seconds, is_bare_first=repeat % 2 == 1)
+            _measure_pair(count, options, is_bare_first=repeat % 2 == 1)
             for repeat in range(options.repeats)
         ]
         yield from _figures(count, pairs)
@@ -357,6 +358,7 @@ def _figures(count: int, pairs: Sequence[tuple[_Run, _Run]]) -> Iterable[Measure
 PARSER = command_line(__doc__, repeats=3, repeats_help="pairs of runs")
 PARSER.add_argument("--engines", type=int, nargs="+", help="numbers to try, ascending")
 PARSER.add_argument("--seconds", type=float, default=6.0, help="of one run")
+PARSER.add_argument("--look-ms", type=float, default=1.0, help="between looks for reports")
 PARSER.add_argument("--nice", type=int, default=0, help="of this process and the sidecar's")
 
 if __name__ == "__main__":

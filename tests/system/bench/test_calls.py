@@ -6,7 +6,7 @@ from tools.bench.calls_bench import NUMBERS_PATH, Calls, count_all, find_regress
 
 
 def test_no_count_is_more_than_a_fifth_above_its_number() -> None:
-    # `python -m tools.bench.calls_bench --write` writes the numbers anew.
+    # `python -m tools.bench.calls_bench --write` replaces the numbers.
     assert find_regressions(count_all(), json.loads(NUMBERS_PATH.read_text())) == []
 
 
