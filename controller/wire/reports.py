@@ -23,7 +23,13 @@ _ERROR_CHARACTERS = 500
 
 def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     """Converts a report.  Raises InvalidReportError for impossible numbers."""
-    _require_bounded(message)
+    accepted_counts, confidences = message.accepted_counts, message.confidences
+    if len(accepted_counts) > MAX_GAMMA + 1 or len(confidences) > MAX_GAMMA:
+        raise InvalidReportError(
+            f"step {message.step}: {len(accepted_counts)} accepted_counts and {len(confidences)} "
+            f"confidences; at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible",
+            field_path="accepted_counts",
+        )
     flags = NO_FLAGS
     if message.HasField("flags"):
         message_flags = message.flags
@@ -32,37 +38,30 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
             message_flags.unsteered, message_flags.switched,
             message_flags.updating, message_flags.drafter_reset, message_flags.mixed_choice,
         )  # fmt: skip
+    # Most reports have none of these lists.
+    classes: tuple[ClassCounts, ...] = ()
+    groups: tuple[RowGroup, ...] = ()
+    proposals: tuple[ProposalCounts, ...] = ()
+    if message.classes or message.groups or message.proposals:
+        _require_bounded_parts(message)
+        classes, groups, proposals = _class_counts(message), _groups(message), _proposals(message)
     return StepReport(
         message.step,
         message.batch_size,
         message.kv_tokens,
         message.drafter,
         message.gamma,
-        tuple(message.accepted_counts),
+        tuple(accepted_counts),
         message.step_seconds,
         flags,
         message.plan_epoch,
         message.probe_id,
-        tuple(
-            ClassCounts(part.label, tuple(part.accepted_counts), tuple(part.censored_counts))
-            for part in message.classes
-        ),
-        tuple(message.confidences),
+        classes,
+        tuple(confidences) if confidences else (),
         message.update_seconds,
         message.draft_version,
-        tuple(
-            RowGroup(group.drafter, group.gamma, tuple(group.accepted_counts), group.ended)
-            for group in message.groups
-        ),
-        tuple(
-            ProposalCounts(
-                part.drafter,
-                part.match_length,
-                tuple(part.accepted_counts),
-                tuple(part.censored_counts),
-            )
-            for part in message.proposals
-        ),
+        groups,
+        proposals,
         message.prefill_tokens,
         message.learnt_from if message.HasField("learnt_from") else None,
         message.delivered_tokens if message.HasField("delivered_tokens") else None,
@@ -70,28 +69,50 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     )
 
 
-def _require_bounded(message: engine_pb2.StepReport) -> None:
+def _class_counts(message: engine_pb2.StepReport) -> tuple[ClassCounts, ...]:
+    return tuple(
+        [
+            ClassCounts(part.label, tuple(part.accepted_counts), tuple(part.censored_counts))
+            for part in message.classes
+        ]
+    )
+
+
+def _groups(message: engine_pb2.StepReport) -> tuple[RowGroup, ...]:
+    return tuple(
+        [
+            RowGroup(group.drafter, group.gamma, tuple(group.accepted_counts), group.ended)
+            for group in message.groups
+        ]
+    )
+
+
+def _proposals(message: engine_pb2.StepReport) -> tuple[ProposalCounts, ...]:
+    return tuple(
+        [
+            ProposalCounts(
+                part.drafter,
+                part.match_length,
+                tuple(part.accepted_counts),
+                tuple(part.censored_counts),
+            )
+            for part in message.proposals
+        ]
+    )
+
+
+def _require_bounded_parts(message: engine_pb2.StepReport) -> None:
     """Raises InvalidReportError for lists that are too long, before any of them is copied."""
-    counts, classes = len(message.accepted_counts), message.classes
-    if counts > MAX_GAMMA + 1 or len(message.confidences) > MAX_GAMMA:
-        raise InvalidReportError(
-            f"step {message.step}: {counts} accepted_counts and {len(message.confidences)} "
-            f"confidences; at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible",
-            field_path="accepted_counts",
-        )
-    if classes and (
-        len(classes) > MAX_REPORT_CLASSES
-        or any(
-            len(part.accepted_counts) > MAX_GAMMA + 1 or len(part.censored_counts) > MAX_GAMMA
-            for part in classes
-        )
+    classes, groups, proposals = message.classes, message.groups, message.proposals
+    if len(classes) > MAX_REPORT_CLASSES or any(
+        len(part.accepted_counts) > MAX_GAMMA + 1 or len(part.censored_counts) > MAX_GAMMA
+        for part in classes
     ):
         raise InvalidReportError(
             f"step {message.step}: {len(classes)} classes; at most {MAX_REPORT_CLASSES} with "
             f"{MAX_GAMMA + 1} counts each are possible",
             field_path="classes",
         )
-    groups, proposals = message.groups, message.proposals
     if len(groups) > MAX_GROUPS or len(proposals) > MAX_PROPOSALS:
         raise InvalidReportError(
             f"step {message.step}: {len(groups)} groups and {len(proposals)} entries of proposals, "

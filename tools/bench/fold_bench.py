@@ -7,13 +7,8 @@ what gRPC itself takes of a message, at the machine's speed of that minute.
 """
 
 import argparse
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import grpc
@@ -25,6 +20,7 @@ from tools.bench.measurement import RATIO, Measurement, command_line, run
 from tools.bench.serving import (
     introduce,
     make_messages,
+    minimal_sidecar,
     processor_seconds,
     quiet_sidecar,
     send,
@@ -39,18 +35,6 @@ class _Rate(NamedTuple):
 
     of_processor: float
     of_clock: float
-
-
-@contextmanager
-def _minimal_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
-    """(its address, its process)."""
-    address = f"unix:{folder}/least.sock"
-    command = [sys.executable, "-m", "tools.bench.link_bench", "--serve", address]
-    with subprocess.Popen(command) as process:
-        try:
-            yield address, process.pid
-        finally:
-            process.terminate()
 
 
 def _fold_rate(
@@ -86,11 +70,7 @@ def _send_rate(
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Rates for each size of message, and what the least sidecar would take of it."""
-    with (
-        quiet_sidecar() as sidecar,
-        tempfile.TemporaryDirectory() as name,
-        _minimal_sidecar(Path(name)) as (address, pid),
-    ):
+    with quiet_sidecar() as sidecar, minimal_sidecar() as (address, pid):
         for reports_per_message in _REPORTS_A_MESSAGE:
             runs, minimal_runs = [], []
             for repeat in range(options.repeats):

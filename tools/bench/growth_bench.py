@@ -2,18 +2,20 @@
 
     python -m tools.bench.growth_bench
 
-The first four are of the core alone: processor time to fold a report, and to evaluate the plan
-(which happens at most every 70 ms an engine, whatever its rate), with one dimension changed at a
-time from gamma up to 7, one drafter, no classes and 8 buckets.  Engines: a real sidecar gets the
-same number of reports in all, from 1 to 256 engines, 8 a message; its processor time for each, and
-its memory.
+The first ones are of the core alone: processor time to fold a report, and to evaluate the plan
+(which happens at most every 70 ms an engine, whatever its rate).  Three shapes have a bar; then one
+dimension at a time is changed from gamma up to 7, one drafter, no classes and 8 buckets.  Engines:
+a real sidecar gets the same number of reports in all, from 1 to 256 engines, 8 a message; its
+processor time for each, and its memory.  `--core` leaves the engines out.
+
+`calls_bench` counts the calls of the same shapes.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -42,69 +44,87 @@ _REPORTS_A_MESSAGE = 8
 
 
 @dataclass(frozen=True)
-class _Shape:
-    gamma_max: int = 7
+class Shape:
+    """An engine and its reports.
+
+    batch_size: of all reports; None for batches of every size.  reports_per_plan: reports that are
+    folded between two plans.
+    """
+
+    gammas: Sequence[int] = range(8)
     drafters: int = 1
     classes: int = 0
     buckets: int = 8
+    batch_size: int | None = None
+    reports_per_plan: int = 1
 
-    def spec(self) -> EngineSpec:
+    def make_core(self, clock: VirtualClock) -> EngineController:
+        """Makes a core that plans whenever it is asked to."""
         sizes = tuple(range(1, self.buckets + 1))
         drafters = tuple(
-            DrafterSpec(f"drafter-{i}", DrafterKind.MTP, tuple(range(self.gamma_max + 1)))
+            DrafterSpec(f"drafter-{i}", DrafterKind.MTP, tuple(self.gammas))
             for i in range(self.drafters)
         )
         fingerprint = Fingerprint("target", engine="virtual", graph_batch_sizes=sizes)
-        return EngineSpec("engine-0", fingerprint, drafters, self.buckets)
+        spec = EngineSpec("engine-0", fingerprint, drafters, self.buckets)
+        return EngineController(spec, PlannerSettings(replan_seconds=1e-6), None, clock)
+
+    def make_reports(self, steps: int) -> Iterator[StepReport]:
+        """Yields reports of every drafter in turn, each sequence of a class of its own turn."""
+        rng = random.Random(0)
+        gamma_max = self.gammas[-1]
+        for step in range(1, steps + 1):
+            size = self.batch_size or 1 + step % self.buckets
+            gamma = gamma_max if step % 4 else self.gammas[len(self.gammas) // 2]
+            of_class: dict[str, list[int]] = {}
+            counts = [0] * (gamma + 1)
+            for sequence in range(size):
+                accepted = 0
+                while accepted < gamma and rng.random() < _ACCEPTANCE:
+                    accepted += 1
+                counts[accepted] += 1
+                if self.classes:
+                    label = f"class-{(step + sequence) % self.classes}"
+                    of_class.setdefault(label, [0] * (gamma + 1))[accepted] += 1
+            yield StepReport(
+                step, size, 512 * size, f"drafter-{step % self.drafters}", gamma, tuple(counts),
+                _STEP_SECONDS * (1 + 0.05 * gamma),
+                classes=tuple(ClassCounts(name, tuple(part)) for name, part in of_class.items()),
+            )  # fmt: skip
 
 
-# Of _Shape's fields: how the figures name each, and its values.
-_GROWTH = {
-    "gamma_max": ("gamma up to", (4, 8, 16)),
-    "drafters": ("drafters", (1, 2, 4)),
-    "classes": ("classes", (1, 8, 32)),
-    "buckets": ("buckets", (8, 16, 32, 64)),
-}
+REPORTS_SHAPE = Shape((0, 1, 2, 3, 5, 7), buckets=16, batch_size=16, reports_per_plan=8)
+PLAN_SHAPE = Shape((0, 1, 2, 3, 4, 5, 7), drafters=2, buckets=16)
+LARGE_PLAN_SHAPE = Shape(range(17), classes=8, buckets=64)
+
+# How the figures name each, and bars in microseconds: to fold a report, to evaluate the plan.
+_SHAPES = (
+    ("batch 16, 6 arms, 8 a message", REPORTS_SHAPE, 25.0, None),
+    ("7 gammas, 2 drafters, 16 buckets", PLAN_SHAPE, None, 150.0),
+    ("64 buckets, gamma up to 16, 8 classes", LARGE_PLAN_SHAPE, None, 400.0),
+    *((f"gamma up to {n}", Shape(range(n + 1)), None, None) for n in (4, 8, 16)),
+    *((f"drafters {n}", Shape(drafters=n), None, None) for n in (1, 2, 4)),
+    *((f"classes {n}", Shape(classes=n), None, None) for n in (1, 8, 32)),
+    *((f"buckets {n}", Shape(buckets=n), None, None) for n in (8, 16, 32, 64)),
+)
 _ENGINES = (1, 4, 16, 64, 256)
 
 
-def _reports(shape: _Shape, steps: int) -> Iterator[StepReport]:
-    """Batches of every size, every drafter in turn, each sequence of a class of its own turn."""
-    rng = random.Random(0)
-    for step in range(1, steps + 1):
-        size = 1 + step % shape.buckets
-        gamma = shape.gamma_max if step % 4 else shape.gamma_max // 2
-        of_class: dict[str, list[int]] = {}
-        counts = [0] * (gamma + 1)
-        for sequence in range(size):
-            accepted = 0
-            while accepted < gamma and rng.random() < _ACCEPTANCE:
-                accepted += 1
-            counts[accepted] += 1
-            if shape.classes:
-                label = f"class-{(step + sequence) % shape.classes}"
-                of_class.setdefault(label, [0] * (gamma + 1))[accepted] += 1
-        yield StepReport(
-            step, size, 512 * size, f"drafter-{step % shape.drafters}", gamma, tuple(counts),
-            _STEP_SECONDS * (1 + 0.05 * gamma),
-            classes=tuple(ClassCounts(name, tuple(part)) for name, part in of_class.items()),
-        )  # fmt: skip
-
-
-def _core_microseconds(shape: _Shape, steps: int) -> tuple[float, float]:
+def _core_microseconds(shape: Shape, steps: int) -> tuple[float, float]:
     """Returns this thread's time to fold a report, and the median to evaluate the plan."""
     clock = VirtualClock()
-    core = EngineController(shape.spec(), PlannerSettings(replan_seconds=1e-6), None, clock)
+    core = shape.make_core(clock)
     core.current_plan()
     folding, evaluations = 0.0, []
-    for report in _reports(shape, steps):
+    for report in shape.make_reports(steps):
         clock.advance(report.step_seconds)
         start = time.thread_time()
         core.observe(report)
         folded = time.thread_time()
-        core.next_plan()
-        evaluations.append(time.thread_time() - folded)
         folding += folded - start
+        if report.step % shape.reports_per_plan == 0:
+            core.next_plan()
+            evaluations.append(time.thread_time() - folded)
     return 1e6 * folding / steps, 1e6 * statistics.median(evaluations)
 
 
@@ -124,14 +144,12 @@ def _engines(count: int) -> tuple[float, float]:
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Microseconds and megabytes along each dimension."""
-    for field, (name, values) in _GROWTH.items():
-        for value in values:
-            shape = _Shape(**{field: value})
-            runs = [_core_microseconds(shape, options.steps) for _ in range(options.repeats)]
-            fold, evaluate = zip(*runs, strict=True)
-            yield Measurement(f"{name} {value}: fold a report", "us", fold)
-            yield Measurement(f"{name} {value}: evaluate the plan", "us", evaluate)
-    for count in _ENGINES:
+    for name, shape, fold_bar, plan_bar in _SHAPES:
+        runs = [_core_microseconds(shape, options.steps) for _ in range(options.repeats)]
+        fold, evaluate = zip(*runs, strict=True)
+        yield Measurement(f"{name}: fold a report", "us", fold, at_most=fold_bar)
+        yield Measurement(f"{name}: evaluate the plan", "us", evaluate, at_most=plan_bar)
+    for count in () if options.core else _ENGINES:
         engine_runs = [_engines(count) for _ in range(options.repeats)]
         processor, memory = zip(*engine_runs, strict=True)
         yield Measurement(f"engines {count}: processor a report", "us", processor)
@@ -140,6 +158,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
 
 PARSER = command_line(__doc__, repeats=5)
 PARSER.add_argument("--steps", type=int, default=3000, help="reports to a core")
+PARSER.add_argument("--core", action="store_true", help="only the core, without engines")
 
 if __name__ == "__main__":
     run(PARSER, measure)

@@ -43,6 +43,7 @@ from speculation.v1.service_pb2 import (
     DecideResponse,
     IntroduceRequest,
     IntroduceResponse,
+    Received,
     SteerRequest,
     SteerResponse,
 )
@@ -346,37 +347,47 @@ def _round_trips(link: EngineLink, first: int, count: int) -> list[float]:
 
 
 class _MinimalSidecar(SpeculationServiceServicer):
-    """The least sidecar that there can be: it counts reports and renews a plan of eight rows."""
+    """The least sidecar that there can be: it counts reports and renews a plan of eight rows.
 
-    def __init__(self) -> None:
-        self._reports = 0
-        self._epoch = 0
+    answers_all: it answers each message, and has two in flight as a sidecar has; otherwise it
+    answers after as many reports as their kv_tokens say.
+    """
+
+    def __init__(self, *, answers_all: bool) -> None:
+        self._answers_all = answers_all
+        rows = [PlanRow(max_batch_size=b, drafter="eagle3", gamma=_GAMMA) for b in _BUCKETS]
+        self._newest_plan = Plan(rows=rows, lease_ms=5000)
 
     def _plan(self) -> Plan:
-        self._epoch += 1
-        rows = [PlanRow(max_batch_size=b, drafter="eagle3", gamma=_GAMMA) for b in _BUCKETS]
-        return Plan(epoch=self._epoch, rows=rows, lease_ms=5000)
+        self._newest_plan.epoch += 1
+        return self._newest_plan
 
     async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
-        return IntroduceResponse(session_id="bench", plan=self._plan())
+        return IntroduceResponse(
+            session_id="bench",
+            plan=self._plan(),
+            messages_in_flight_max=2 if self._answers_all else 0,
+        )
 
     async def Steer(
         self, request_iterator: AsyncIterator[SteerRequest], context: Any
     ) -> AsyncIterator[SteerResponse]:
+        received = Received()
         async for request in request_iterator:
-            reports_before = self._reports
-            self._reports += len(request.reports)
-            every = request.reports[-1].kv_tokens if request.reports else 1
-            if not request.reports or self._reports // every > reports_before // every:
-                yield SteerResponse(plan=self._plan())
+            reports_before = received.reports
+            received.reports += len(request.reports)
+            every = 1 if self._answers_all or not request.reports else request.reports[-1].kv_tokens
+            if not request.reports or received.reports // every > reports_before // every:
+                yield SteerResponse(plan=self._plan(), received_so_far=received)
 
     async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
         raise NotImplementedError
 
 
-async def _serve(target: str) -> None:
+async def _serve(target: str, *, answers_all: bool) -> None:
     server = grpc.aio.server()
-    add_SpeculationServiceServicer_to_server(_MinimalSidecar(), server)
+    servicer = _MinimalSidecar(answers_all=answers_all)
+    add_SpeculationServiceServicer_to_server(servicer, server)
     server.add_insecure_port(target)
     await server.start()
     await server.wait_for_termination()
@@ -394,6 +405,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--drain"]:
         _drain(int(sys.argv[2]))
     elif sys.argv[1:2] == ["--serve"]:
-        asyncio.run(_serve(sys.argv[2]))
+        asyncio.run(_serve(sys.argv[2], answers_all="--all" in sys.argv))
     else:
         run(PARSER, measure)

@@ -33,7 +33,7 @@ from tests.support.service_harness import (
     running_sidecar,
 )
 
-BAR_SECONDS = 0.010
+BAR_SECONDS = {"usual": 0.005, "largest": 0.010}
 ENGINES = 64
 
 
@@ -250,8 +250,10 @@ async def main(options: argparse.Namespace) -> None:
     """Prints a row for each handler."""
     longest = watch_event_loops()
     for kind, engine in (("usual", usual_engine), ("largest", largest_engine)):
+        if options.usual and kind != "usual":
+            continue
         async for label, seconds, callback in measure_handlers(longest, engine, kind):
-            mark = "" if seconds <= BAR_SECONDS else "  above the bar"
+            mark = "" if seconds <= BAR_SECONDS[kind] else "  above the bar"
             print(f"{label:46} {1e3 * seconds:8.1f} ms{mark}", flush=True)
             if mark and options.turns:
                 print(f"    {callback[:200]}", flush=True)
@@ -261,4 +263,5 @@ if __name__ == "__main__":
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", action="store_true", help="say which callback was too long")
+    parser.add_argument("--usual", action="store_true", help="only with usual engines")
     asyncio.run(main(parser.parse_args()))

@@ -1,6 +1,8 @@
 """Starts a real sidecar that logs errors only, sends it reports, measures its processor time."""
 
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,25 @@ def quiet_sidecar(environment: Mapping[str, str] | None = None) -> Iterator[Side
         flags = ("--log-level", "error")
         with sidecar_process(Path(name), *flags, environment=environment) as sidecar:
             yield sidecar
+
+
+@contextlib.contextmanager
+def minimal_sidecar(*, answers_all: bool = False) -> Iterator[tuple[str, int]]:
+    """The least sidecar that there can be (`link_bench --serve`): its address, its process.
+
+    answers_all: it answers each message with a plan.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        address = f"unix:{name}/least.sock"
+        command = [sys.executable, "-m", "tools.bench.link_bench", "--serve", address]
+        command += ["--all"] if answers_all else []
+        with subprocess.Popen(command) as process:
+            try:
+                with grpc.insecure_channel(address) as channel:
+                    introduce(channel, EngineSpec())  # it serves
+                yield address, process.pid
+            finally:
+                process.terminate()
 
 
 def introduce(channel: grpc.Channel, engine: EngineSpec) -> str:

@@ -278,17 +278,17 @@ class _SteerStream:
         if is_new or self._rejections or self._must_acknowledge or is_last:
             self._unacknowledged_messages = 0
             received = _received_to_proto(self._received)
-            rejections, self._rejections = self._rejections, []
-            self._rejections_sent.set()
-            self._sent_epoch = plan.epoch
-            await self._context.write(
-                service_pb2.SteerResponse(
-                    plan=plan_to_proto(plan, self._session.tag) if is_new else None,
-                    rejections=rejections,
-                    received=received if is_last else None,
-                    received_so_far=received,
-                )
-            )
+            response = service_pb2.SteerResponse(received_so_far=received)
+            if is_new:
+                response.plan.CopyFrom(plan_to_proto(plan, self._session.tag))
+                self._sent_epoch = plan.epoch
+            if is_last:
+                response.received.CopyFrom(received)
+            if self._rejections:
+                response.rejections.extend(self._rejections)
+                self._rejections = []
+                self._rejections_sent.set()
+            await self._context.write(response)
 
     async def _read(self, request: service_pb2.SteerRequest | None) -> None:
         session = self._session
@@ -299,8 +299,9 @@ class _SteerStream:
                     f"not to {request.session_id[:64]!r}"
                 )
             session.record_contact(request.dropped_reports)
-            dropped = self._received.dropped_reports + request.dropped_reports
-            self._received.dropped_reports = min(dropped, COUNT_MAX)
+            if request.dropped_reports:
+                dropped = self._received.dropped_reports + request.dropped_reports
+                self._received.dropped_reports = min(dropped, COUNT_MAX)
             if request.lost:
                 self._record_lost_capabilities(request.lost)
             await self._process_reports(request.reports)
@@ -351,8 +352,6 @@ class _SteerStream:
         # Stale reports in a row are refused together.
         stale_count, session = 0, self._session
         for number, message in enumerate(reports, 1):
-            if session.has_ended:
-                return
             if message.step <= session.newest_step:
                 stale_count += 1
                 continue
@@ -362,6 +361,8 @@ class _SteerStream:
             self._observe(message)
             if number % _CHUNK_REPORTS == 0 or monotonic() >= deadline:
                 await self._yield_to_others()
+                if session.has_ended:
+                    return
                 deadline = monotonic() + _SLICE_SECONDS
         if stale_count:
             self._refuse_stale(reports[-1].step, stale_count)

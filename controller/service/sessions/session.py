@@ -102,6 +102,7 @@ class EngineSession:
         self.identity = identity
         self._observer = observer or SessionObserver()
         self.core = core
+        self._recorded_core = core if isinstance(core, RecordedController) else None
         self.counters = StepCounters()
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
         self.last_minute = LastMinute(self.counters, core.prediction_audit)
@@ -208,8 +209,8 @@ class EngineSession:
         self, kind: "record_pb2.RecordNoteKind.ValueType", count: int = 0, text: str = ""
     ) -> None:
         """Adds a note to the recording, if there is one."""
-        if isinstance(self.core, RecordedController):
-            self.core.note(kind, count, text)
+        if self._recorded_core is not None:
+            self._recorded_core.note(kind, count, text)
 
     def observe(self, report: StepReport, message: engine_pb2.StepReport | None = None) -> None:
         """Processes one report.  message: its protobuf message, for the recording.
@@ -222,10 +223,10 @@ class EngineSession:
                 f"this engine introduced {sorted(self._drafters)}",
                 field_path="drafter",
             )
-        if isinstance(self.core, RecordedController):
-            self.core.observe(report, message)
-        else:
+        if self._recorded_core is None:
             self.core.observe(report)
+        else:
+            self._recorded_core.observe(report, message)
         was_unsteered = self.counters.last_step_unsteered
         self.counters.add_report(report, self.last_report)
         if self.counters.last_step_unsteered is not was_unsteered and was_unsteered is not None:
