@@ -309,11 +309,8 @@ class TrafficStateTracker:
                 self.hazard_estimator.shift_probability
             )
         probabilities /= probabilities.sum(axis=1, keepdims=True)
-        return (
-            probabilities
-            if bool((probabilities[:, 0] < 1 - _NEGLIGIBLE_PROBABILITY).any())
-            else None
-        )
+        is_certain = probabilities[:, 0].min() >= 1 - _NEGLIGIBLE_PROBABILITY
+        return None if is_certain else probabilities
 
 
 def _probability(state: TrafficState) -> float:

@@ -94,25 +94,20 @@ class LossAccount:
         )
         wake_up_steps: float | NDArray[np.float64] = budget_steps + _GAIN_SHARE * self._gained_steps
         if self._off_arms and values.has_wake_up_cost:
-            plain_seconds = values.costs.seconds[self._off_arms].min(axis=0)
+            max_wake_up_seconds = wake_up_steps * values.plain_seconds
             wake_up_seconds = values.catch_up_seconds + values.switch_seconds
-            if np.count_nonzero(wake_up_seconds > wake_up_steps * plain_seconds):
+            if np.count_nonzero(wake_up_seconds > max_wake_up_seconds):
                 # The gains matter only if a wake-up costs more than may be lost anyway.
                 wake_up_steps = np.maximum(
                     wake_up_steps,
-                    _WAKE_UP_PAYBACK_STEPS * self._pessimistic_gains(values, plain_seconds),
+                    _WAKE_UP_PAYBACK_STEPS * self._pessimistic_gains(values),
                 )
         return LossLimits(wake_up_steps, self.debt_steps > self._debt_limit_steps / 2)
 
-    def _pessimistic_gains(
-        self, values: Values, plain_seconds: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Returns [arms, rows], the plain steps that a step gains by a cautious estimate.
-
-        plain_seconds: [rows] seconds of a plain step.
-        """
+    def _pessimistic_gains(self, values: Values) -> NDArray[np.float64]:
+        """Returns [arms, rows], the plain steps that a step gains by a cautious estimate."""
         tokens = (1 + values.expected_accepted) * self._caution_factors(values)[:, None]
-        gains: NDArray[np.float64] = tokens - values.costs.seconds / plain_seconds
+        gains: NDArray[np.float64] = tokens - values.costs.seconds / values.plain_seconds
         return gains
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:

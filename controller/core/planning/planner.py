@@ -65,6 +65,13 @@ class Values:
         """Whether any drafter has to catch up before it can draft."""
         return bool(np.count_nonzero(self.catch_up_seconds))
 
+    @cached_property
+    def plain_seconds(self) -> NDArray[np.float64]:
+        """[rows], the seconds of a step at gamma = 0; the cheapest arm's if there are several."""
+        off_arms = [i for i, arm in enumerate(self.arms) if arm.gamma == 0]
+        seconds: NDArray[np.float64] = self.costs.seconds[off_arms].min(axis=0)
+        return seconds
+
     @property
     def tpot_seconds(self) -> NDArray[np.float64]:
         """Returns [arms, buckets], the expected seconds between a sequence's output tokens."""
@@ -248,8 +255,9 @@ class Planner:
         wake_up_seconds = np.where(
             values.catch_up_seconds > 0, values.catch_up_seconds + values.switch_seconds, 0.0
         )
-        plain_seconds = values.costs.seconds[self._is_off].min(axis=0)
-        is_affordable: NDArray[np.bool_] = wake_up_seconds <= limits.wake_up_steps * plain_seconds
+        is_affordable: NDArray[np.bool_] = (
+            wake_up_seconds <= limits.wake_up_steps * values.plain_seconds
+        )
         if self._allowed_arms is not None:
             # Where gamma = 0 may not run, the loss against it is undefined.
             is_affordable |= ~self._allowed_arms[self._is_off].any(axis=0)
