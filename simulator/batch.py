@@ -216,8 +216,8 @@ class Batch:
             self.prefilling.append([pool.context[i], number, i, self.phase])
         # A sequence that finishes, or another phase, sets it back.
         self.admission_seconds = math.inf
-        if places > available and (arrival := self.next_arrival()) is not None:
-            self.admission_seconds = arrival
+        if places > available and (next_arrival := self.next_arrival()) is not None:
+            self.admission_seconds = next_arrival
 
     def start_all(self) -> None:
         """Starts to decode every admitted request, without a cost for its prompt."""

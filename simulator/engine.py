@@ -271,7 +271,7 @@ class _EngineRun:
         return Situation(
             batch.segment_at(self._now),
             kv,
-            batch.kind_counts,
+            tuple(batch.kind_counts),
             [
                 surface.catch_up_seconds(min(missed, kv)) if missed else 0.0
                 for missed in self._missed_tokens

@@ -89,7 +89,7 @@ class NonLearningPolicy:
 
 @dataclass(slots=True)
 class Situation:
-    """The true state before a step, which no real engine knows.  It holds until the step ends.
+    """The true state before a step, which no real engine knows.
 
     segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
     each true kind, numbered as in `workload.distinct_pools`.  catch_up_seconds: [drafters] cost of
@@ -99,7 +99,7 @@ class Situation:
 
     segment: int
     kv_tokens: int
-    running: Sequence[int]
+    running: tuple[int, ...]
     catch_up_seconds: list[float]
     accepted_share: float = 1.0
 

@@ -106,7 +106,7 @@ class BestArm(NonLearningPolicy):
         """Returns the best arm, or the current one while a switch does not pay yet."""
         situation = self._situation
         assert situation is not None, "the engine shows a clairvoyant policy the situation first"
-        running = tuple(situation.running)
+        running = situation.running
         tokens = self._tokens_by_running.get(running) or self._tokens_per_sequence(running)
         seconds = self._step_seconds(batch_size, situation.kv_tokens)
         values = [t / s for t, s in zip(tokens, seconds, strict=True)]

@@ -75,7 +75,9 @@ class UcbBandit:
         self._exploration = exploration
         self._growth = 1.0 / discount
         self._by_octave = defaultdict[int, _Bandit](
-            lambda: _Bandit(*([0.0] * arm_count for _ in range(4)))
+            lambda: _Bandit(
+                [0.0] * arm_count, [0.0] * arm_count, [0.0] * arm_count, [0.0] * arm_count
+            )
         )
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:

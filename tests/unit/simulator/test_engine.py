@@ -418,7 +418,7 @@ def test_a_clairvoyant_policy_is_shown_what_runs_and_what_a_drafter_has_missed()
     loop = ClosedLoop(tuple(WorkloadPhase("", one, 2, None) for one in pools))
     seer = Seer()
     simulate(loop, surface(catch_up=1e-4), seer, STILL, 0)
-    assert [there.running.tolist() for there in seer.shown] == [
+    assert [list(there.running) for there in seer.shown] == [
         [1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 1]
     ]  # fmt: skip
     assert [there.segment for there in seer.shown] == [0, 0, 0, 1, 1, 1]

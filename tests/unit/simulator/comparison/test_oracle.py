@@ -29,7 +29,7 @@ FREE = EngineOptions(noise=0.0)
 
 
 def situation(segment=0, kv=0, running=(1,), catch_up=(0.0, 0.0)):
-    return Situation(segment, kv, np.array(running), list(catch_up))
+    return Situation(segment, kv, tuple(running), list(catch_up))
 
 
 def chosen(policy, batch_size=4, **there):
