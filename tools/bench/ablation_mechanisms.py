@@ -139,8 +139,8 @@ def _return_all_arms(costs: CostUncertainty, *_: object) -> NDArray[np.bool_]:
     return np.ones(len(costs.is_off), dtype=bool)
 
 
-def _return_infinity(_: LossAccount) -> float:
-    return math.inf
+def _return_large_budget(_: LossAccount) -> float:
+    return _NEVER
 
 
 def _return_loss_budget(account: LossAccount) -> float:
@@ -440,8 +440,8 @@ MECHANISMS = (
         "loss account", "losses", "The loss against plain decoding has an allowance.",
         patches=(
             Patch(LossAccount, "limits", _return_no_limits),
-            Patch(LossAccount, "loss_budget_steps", property(_return_infinity)),
-            Patch(LossAccount, "first_run_budget_steps", property(_return_infinity)),
+            Patch(LossAccount, "loss_budget_steps", property(_return_large_budget)),
+            Patch(LossAccount, "first_run_budget_steps", property(_return_large_budget)),
         ),
     ),
     Mechanism(
