@@ -126,10 +126,10 @@ def _play_standard(case: Case, mechanisms: Iterable[Mechanism]) -> Iterator[dict
     workload = scenario.workload(seed)
     for mechanism in mechanisms:
         with mechanism.switched_off() as settings:
-            controller = make_controller(scenario, settings)
+            policy: Policy = make_controller(scenario, settings)
             if case.steps and isinstance(workload, ClosedLoop):
-                controller = StoppingPolicy(controller, case.steps)
-            engine = _EngineRun(workload, scenario.surface, controller, scenario.options, seed)
+                policy = StoppingPolicy(policy, case.steps)
+            engine = _EngineRun(workload, scenario.surface, policy, scenario.options, seed)
             with suppress(StoppedError):
                 engine.run()
         result = engine.result
