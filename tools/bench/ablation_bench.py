@@ -52,11 +52,11 @@ _FAMILIES = {
     "wrong-profile/none": "no profile",
     "stationary/h100": "stationary, measured",
 }
-# What `--quick` runs: one seed, so many steps of a closed loop, some of the stationary scenarios,
-# none of the group with the longest ones, and so many random ones.
+# What `--quick` runs: one seed, so many steps of a closed loop, every so many-th of the stationary
+# scenarios, none of the longest ones, and so many random ones.
 _QUICK_STEPS = 3000
 _QUICK_STATIONARY = 7
-_QUICK_WITHOUT = "hours"
+_QUICK_WITHOUT = ("hours/", "arrivals/")
 _QUICK_RANDOM = 100
 # Random scenarios in each turn of the families.
 _RANDOM_PER_TURN = 6
@@ -172,7 +172,7 @@ def _wanted_cases(options: argparse.Namespace) -> list[Case]:
     if options.quick:
         stationary = [s.name for s in scenarios if s.group == "stationary"]
         dropped = set(stationary) - set(stationary[::_QUICK_STATIONARY])
-        dropped |= {s.name for s in scenarios if s.group == _QUICK_WITHOUT}
+        dropped |= {s.name for s in scenarios if s.name.startswith(_QUICK_WITHOUT)}
         scenarios = [s for s in scenarios if s.name not in dropped]
     seeds = options.seeds or (1 if options.quick else 3)
     steps = _most_steps(options)
@@ -246,18 +246,8 @@ def _play_tasks(
         for case, names in tasks:
             yield play(case, names)
         return
-    # Scenarios hold functions that another process cannot be given; their names can.
-    portable = [(replace(case, scenario=None), names) for case, names in tasks]
-    for _, rows in run_in_parallel(play_by_name, portable, processes):
+    for _, rows in run_in_parallel(play, tasks, processes):
         yield rows
-
-
-def play_by_name(case: Case, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The same as `play`, of a case whose scenario has to be read again."""
-    if not case.name.startswith(_SAFETY):
-        (scenario,) = (s for s in standard_scenarios(case.name) if s.name == case.name)
-        case = replace(case, scenario=scenario)
-    return play(case, names)
 
 
 def _with_progress(
