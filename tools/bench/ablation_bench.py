@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -30,11 +29,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from simulator.comparison.contestants import make_controller
-from simulator.engine import _EngineRun
-from simulator.policy import ArmChoice, Policy, StepRecord
+from simulator.engine import simulate
 from simulator.process_pool import run_in_parallel
 from simulator.scenarios.scenario_file import Scenario, standard_scenarios
-from simulator.workload import ClosedLoop, Workload
+from simulator.workload import Workload
 from tests.support.against_off import BAR, against_off
 from tests.support.dealing import draw_number
 from tests.support.random_scenarios import scenarios as random_scenarios
@@ -52,9 +50,8 @@ _FAMILIES = {
     "wrong-profile/none": "no profile",
     "stationary/h100": "stationary, measured",
 }
-# What `--quick` runs: one seed, so many steps of a closed loop, every so many-th of the stationary
-# scenarios, none of the longest ones, and so many random ones.
-_QUICK_STEPS = 3000
+# What `--quick` runs: one seed, every so many-th of the stationary scenarios, none of the longest
+# ones, and so many random ones.
 _QUICK_STATIONARY = 7
 _QUICK_WITHOUT = ("hours/", "arrivals/")
 _QUICK_RANDOM = 100
@@ -69,37 +66,11 @@ Results: TypeAlias = dict[str, dict[tuple[str, int], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Case:
-    """What all mechanisms run: a scenario of the suite, or a random one (`scenario` is None then).
-
-    steps: the most steps of a closed loop; 0: all.
-    """
+    """What all mechanisms run: a scenario of the suite, or a random one (without `scenario`)."""
 
     name: str
     seed: int
     scenario: Scenario | None = None
-    steps: int = 0
-
-
-class StoppedError(Exception):
-    """A run has had its steps."""
-
-
-class StoppingPolicy:
-    """A policy that ends the run after so many steps."""
-
-    def __init__(self, policy: Policy, steps: int) -> None:
-        self._policy, self._steps_left = policy, steps
-
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """The policy's choice.  Raises StoppedError after the last step."""
-        if self._steps_left == 0:
-            raise StoppedError
-        self._steps_left -= 1
-        return self._policy.choose(batch_size, now)
-
-    def observe(self, record: StepRecord, now: float) -> None:
-        """Tells the policy."""
-        self._policy.observe(record, now)
 
 
 def family_of(scenario: Scenario) -> str:
@@ -126,13 +97,8 @@ def _play_standard(case: Case, mechanisms: Iterable[Mechanism]) -> Iterator[dict
     workload = scenario.workload(seed)
     for mechanism in mechanisms:
         with mechanism.switched_off() as settings:
-            policy: Policy = make_controller(scenario, settings)
-            if case.steps and isinstance(workload, ClosedLoop):
-                policy = StoppingPolicy(policy, case.steps)
-            engine = _EngineRun(workload, scenario.surface, policy, scenario.options, seed)
-            with suppress(StoppedError):
-                engine.run()
-        result = engine.result
+            policy = make_controller(scenario, settings)
+            result = simulate(workload, scenario.surface, policy, scenario.options, seed)
         yield {"score": result.score, "seconds": result.seconds, "steps": result.steps}
 
 
@@ -175,24 +141,17 @@ def _wanted_cases(options: argparse.Namespace) -> list[Case]:
         dropped |= {s.name for s in scenarios if s.name.startswith(_QUICK_WITHOUT)}
         scenarios = [s for s in scenarios if s.name not in dropped]
     seeds = options.seeds or (1 if options.quick else 3)
-    steps = _most_steps(options)
     random_count = options.scenarios
     if random_count is None:
         random_count = _QUICK_RANDOM if options.quick else 3 * _QUICK_RANDOM
     by_family: dict[str, list[Case]] = defaultdict(list)
     for seed in range(seeds):
         for scenario in scenarios:
-            by_family[family_of(scenario)].append(Case(scenario.name, seed, scenario, steps))
+            by_family[family_of(scenario)].append(Case(scenario.name, seed, scenario))
     random_cases = [Case(f"{_SAFETY}/{number}", 0) for number in range(random_count)]
     by_turn = [random_cases[first::_RANDOM_PER_TURN] for first in range(_RANDOM_PER_TURN)]
     turns = zip_longest(*by_family.values(), *by_turn)
     return [case for turn in turns for case in turn if case is not None]
-
-
-def _most_steps(options: argparse.Namespace) -> int:
-    if options.steps is not None:
-        return int(options.steps)
-    return _QUICK_STEPS if options.quick else 0
 
 
 def _known_results(file: Path) -> Iterator[dict[str, Any]]:
@@ -211,7 +170,7 @@ def _play_cases(
 ) -> Results:
     """Runs what is not known yet; returns the results of these cases and mechanisms."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    file = options.folder / f"results-{_version()}-{_most_steps(options) or 'all'}.jsonl"
+    file = options.folder / f"results-{_version()}.jsonl"
     versions = {mechanism.name: mechanism.version for mechanism in mechanisms}
     wanted = {(case.name, case.seed) for case in cases}
     results: Results = {name: {} for name in versions}
@@ -446,9 +405,6 @@ PARSER.add_argument(
     "--part", nargs="+", default=[""], metavar="NAME", help="scenarios with this in their name"
 )
 PARSER.add_argument("--seeds", type=int, help="of each of them; 3, or 1 with --quick")
-PARSER.add_argument(
-    "--steps", type=int, help=f"the most of a closed loop; 0: all; {_QUICK_STEPS} with --quick"
-)
 PARSER.add_argument(
     "--scenarios", type=int, help="how many random ones; 300, or 100 with --quick; 0: none"
 )

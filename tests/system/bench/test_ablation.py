@@ -16,16 +16,16 @@ from controller.core.cost.model import CostModel
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import ProbeSituation
-from controller.core.planning.observation_cost import ObservationPricer
+from controller.core.planning.observation_schedule import ObservationScheduler
 from controller.core.settings import PlannerSettings
 from simulator.comparison.contestants import make_controller
 from simulator.engine import simulate
-from simulator.policy import ArmChoice, StepRecord
+from simulator.policy import ArmChoice, Policy, StepRecord
 from simulator.scenarios.scenario_file import Scenario, standard_scenarios
 from tests.support.dealing import draw_number
 from tests.support.random_scenarios import scenarios
 from tools.bench import ablation_bench
-from tools.bench.ablation_bench import StoppedError, StoppingPolicy, compare, markdown
+from tools.bench.ablation_bench import compare, markdown
 from tools.bench.ablation_mechanisms import AS_IS, MECHANISMS, Mechanism, Patch
 from tools.bench.measurement import run
 
@@ -38,7 +38,6 @@ ACTS_IN: dict[str, tuple[str | int, int]] = {
     "idle drafters' hope": (29, 90),
     "step share of looks": (23, 130),
     "scaled credit": ("wrong-profile/none", 40),
-    "price of gamma 0": (26, 340),
     "pay-back rule": (26, 190),
     "switch margin": (BY_BATCH, 330),
     "discounts": ("wrong-profile/none", 40),
@@ -55,7 +54,7 @@ ACTS_IN: dict[str, tuple[str | int, int]] = {
     "disagreement": (0, 60),
     "fading of cells": ("load/h100", 40),
     "price of a switch": ("switch-price/B=1", 40),
-    "fit of catch-up costs": ("bursts", 40),
+    "fit of catch-up costs": (11, 60),
     "loss account": (11, 20),
     "limit on wake-ups": (21, 30),
     "first runs": (6, 20),
@@ -63,8 +62,30 @@ ACTS_IN: dict[str, tuple[str | int, int]] = {
     "return share": (35, 90),
     "cautious pay-back": (21, 150),
     "caution of the account": (11, 20),
-    "no price in debt": (11, 30),
+    "no margin in debt": (11, 30),
 }
+
+
+class StoppedError(Exception):
+    """A run has had its steps."""
+
+
+class StoppingPolicy:
+    """A policy that ends the run after so many steps."""
+
+    def __init__(self, policy: Policy, steps: int) -> None:
+        self._policy, self._steps_left = policy, steps
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """The policy's choice.  Raises StoppedError after the last step."""
+        if self._steps_left == 0:
+            raise StoppedError
+        self._steps_left -= 1
+        return self._policy.choose(batch_size, now)
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Tells the policy."""
+        self._policy.observe(record, now)
 
 
 class WatchedPolicy(StoppingPolicy):
@@ -85,14 +106,13 @@ class WatchedPolicy(StoppingPolicy):
         super().observe(record, now)
         values, account = self._core.decision.values, self._core._loss_account
         limits = account.limits(values)
-        cost = self._core._planner.observation_cost
         self.history.append((
             values.tokens_per_second.tobytes(),
             account.loss_budget_steps,
             account.first_run_budget_steps,
             repr(limits),
             self._core.traffic.shift_probabilities,
-            repr(cost),
+            self._core.explorer.gamma_zero_budget_share,
         ))  # fmt: skip
 
 
@@ -137,22 +157,22 @@ def measured_purpose() -> str:
     current_arm = (best_arm + 1) % len(core.arms)
     core.explorer.cancel()
     core.explorer._reports = 1000
-    situation = ProbeSituation(values, stale, 0, 1, current_arm, None, 1000.0, 0)
+    situation = ProbeSituation(
+        values, stale, 0, 1, current_arm, ShiftProbabilities(0.001, 0.001), 0
+    )
     core.explorer.start_probe_if_worthwhile(situation, 0.0)
     return core.explorer.purpose
 
 
-def looking_budget() -> list[float]:
+def looking_budget() -> float:
     """The share of time for looks after they have found better traffic five times."""
-    arms = (Arm("a", 0), Arm("a", 1))
-    pricer = ObservationPricer(arms, np.array([4.0]), PlannerSettings())
-    cost = pricer.price_observation(
-        np.array([[100.0], [90.0]]), np.array([[0.01], [0.012]]), CatchUpPrice(0.0, 0.0, 0.0),
-        ShiftProbabilities(0.001, 0.001, 0.001, 5.0),
+    scheduler = ObservationScheduler((Arm("a", 0), Arm("a", 1)))
+    schedule = scheduler.schedule(
+        [100.0, 90.0], [0.01, 0.012], 4, CatchUpPrice(0.0, 0.0),
+        ShiftProbabilities(0.001, 0.001, 0.001, 5.0), PlannerSettings(),
     )  # fmt: skip
-    assert cost is not None
-    shares: list[float] = cost.budget_share.tolist()
-    return shares
+    assert schedule is not None
+    return schedule.budget_share
 
 
 def wake_up_budget() -> float:
@@ -168,7 +188,8 @@ def costs_after_a_leap() -> list[float]:
     cost_model = CostModel(arms, (1, 2), None, PlannerSettings())
     for arm, factor in [(0, 1.0)] * 40 + [(1, 1.0)] * 40 + [(0, 1.0)] * 10 + [(1, 1.4)] * 8:
         seconds = 0.02 * (1 + 0.2 * arm)
-        cost_model.observe(arm, 1, 100, cost_model.predict(arm, 1, 100), factor * seconds)
+        predicted_seconds = cost_model.predict(arm, 1, 100)
+        cost_model.observe((arm, 0), 100.0, predicted_seconds, factor * seconds)
         cost_model.commit()
     factors: list[float] = cost_model.drift().ravel().tolist()
     return factors
@@ -256,7 +277,7 @@ def test_results_are_kept_and_a_changed_mechanism_runs_again(
     def bench(*arguments: str) -> str:
         command = [
             "ablation_bench", "--folder", str(tmp_path), "--processes", "1", "--seeds", "1",
-            "--steps", "60", "--scenarios", "0", "--part", "mixed-classes", *arguments,
+            "--scenarios", "0", "--part", "mixed-classes", *arguments,
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", command)
         run(ablation_bench.PARSER, ablation_bench.measure)
