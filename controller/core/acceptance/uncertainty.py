@@ -23,7 +23,8 @@ class AcceptanceUncertainty:
         self._traffic, self._arms = traffic, arms
         positions = sum([len(curve.conditional) for curve in traffic.last_batch.values()])
         # [arms, positions], d log(1 + E_arm) / d component k; [positions], its variance.
-        self._slopes, variances = np.zeros((len(arms), positions)), []
+        self._slopes = np.zeros((len(arms), positions))
+        variances: list[float] = []
         self._first_positions: dict[str, int] = {}
         for name, curve in traffic.last_batch.items():
             first = self._first_positions[name] = len(variances)
@@ -42,7 +43,8 @@ class AcceptanceUncertainty:
     def variances(self, current_arms: Sequence[int]) -> NDArray[np.float64]:
         """Returns [arms, current_arms], the variance of log((1 + E_arm) / (1 + E_current))."""
         difference = self._slopes[:, None] - self._slopes[current_arms]
-        return difference**2 @ self._variances + self._state_variances(current_arms)
+        variances: NDArray[np.float64] = difference**2 @ self._variances
+        return variances + self._state_variances(current_arms)
 
     def unobserved_variances(self, current_arm: int) -> NDArray[np.float64]:
         """Returns [arms], the same without the positions that the current arm's steps observe."""
@@ -52,7 +54,8 @@ class AcceptanceUncertainty:
         difference = self._slopes - self._slopes[current_arm]
         state_variances = self._state_variances([current_arm])
         unobserved: NDArray[np.float64] = difference**2 @ variances
-        return unobserved + np.reshape(state_variances, -1)
+        unobserved += np.reshape(state_variances, -1)
+        return unobserved
 
     def _state_variances(self, current_arms: Sequence[int]) -> NDArray[np.float64] | float:
         """Returns [arms, current_arms], the part that the uncertainty of the traffic state adds."""
