@@ -289,7 +289,7 @@ def compare(mechanism: Mechanism, results: Results, families: dict[str, str]) ->
             ratios[families[name]][name].append(row["score"] / base["score"])
             runs += 1
             same_runs += (row["score"], row["seconds"]) == (base["score"], base["seconds"])
-        elif "worst" in row:
+        elif "worst" in row and "worst" in base:
             worst.append(row["worst"])
             overall.append(row["overall"])
             random_ratios.append(row["overall"] / base["overall"])
