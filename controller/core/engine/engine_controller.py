@@ -119,10 +119,11 @@ class EngineController:
             [d.name for d in spec.drafters],
             profile.catch_up_seconds_per_token if profile else 0.0,
             spec.remaining_capabilities,
+            settings,
             drafters_in_sync(spec.drafters),
         )
-        self._switch_price = SwitchPrice()
-        self._prefill_price = PrefillPrice()
+        self._switch_price = SwitchPrice(settings)
+        self._prefill_price = PrefillPrice(settings)
         self._loss_account = LossAccount(self.arms, settings)
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._discount_rule = DiscountRule(self.arms, settings)
@@ -136,7 +137,7 @@ class EngineController:
         self.prediction_audit = PredictionAudit(spec, self.arms)
         self.checks = EngineChecks(spec)
         reference_context = profile.kv_tokens_per_sequence if profile else 0.0
-        self._context_by_batch = ContextByBatch(self._buckets, reference_context)
+        self._context_by_batch = ContextByBatch(self._buckets, reference_context, settings)
         self._forced_arm: Arm | None = None
         self._is_stopping = False
         self._last_step = -1
@@ -442,7 +443,8 @@ class EngineController:
             return
         self._settings = settings
         for component in (
-            self.traffic, self.mixture_estimators, self.cost_model, self._loss_account,
+            self.traffic, self.mixture_estimators, self.cost_model, self._context_by_batch,
+            self._catch_up_estimator, self._prefill_price, self._switch_price, self._loss_account,
             self.explorer,
         ):  # fmt: skip
             component.use_settings(settings)
