@@ -250,9 +250,7 @@ class CostModel:
         is_same_cell = (i, j) == self._last_learnt_cell
         if is_same_cell:
             # Only the time has changed: an error beyond scatter is the machine's pace.
-            jump = max(error * error - cell_uncertainty - noise, 0.0)
-            jump = min(jump, settings.pace_variation_max**2)
-            self._pace += settings.pace_rate * (jump - self._pace)
+            self._observe_pace(error * error - cell_uncertainty - noise)
         self._last_learnt_cell = (i, j)
         covariance += steps * self._process_noise
         covariance[0, 0] += self._pace
@@ -295,6 +293,11 @@ class CostModel:
         self._cell_steps[i, j] = evidence + steps
         self._cell_last_step[i, j] = self.steps
         self._correct_cells(i, j, rate * residual)
+
+    def _observe_pace(self, excess_variance: float) -> None:
+        """Learns the variation of the machine's pace from an error's square beyond scatter."""
+        variation = min(max(excess_variance, 0.0), self._settings.pace_variation_max**2)
+        self._pace += self._settings.pace_rate * (variation - self._pace)
 
     def _correct_cells(self, i: int, j: int, correction: float) -> None:
         """Adds a correction to a cell, and a share of it to its neighbours in B."""
