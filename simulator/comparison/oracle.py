@@ -243,7 +243,7 @@ def is_repetition(
         return all(arm.gamma > 0 for arm in arms)
     if candidate.startswith(_ONLY):
         return {arm.drafter for arm in arms if arm.gamma > 0} <= {candidate.removeprefix(_ONLY)}
-    # Where a switch is free, a patient policy leaves an arm for one that is as good.
+    # Where a switch is free, a patient policy leaves an arm for another one of the same value.
     is_patient = candidate.startswith(_PATIENCE)
     return is_patient and best_arm_run.switches == 0 and options.switch_seconds > 0
 

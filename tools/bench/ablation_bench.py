@@ -50,8 +50,8 @@ _FAMILIES = {
     "wrong-profile/none": "no profile",
     "stationary/h100": "stationary, measured",
 }
-# What `--quick` runs: one seed, every so many-th of the stationary scenarios, none of the longest
-# ones, and so many random ones.
+# `--quick` runs one seed, one in this number of the stationary scenarios, none of the longest ones,
+# and this number of random ones.
 _QUICK_STATIONARY = 7
 _QUICK_WITHOUT = ("hours/", "arrivals/")
 _QUICK_RANDOM = 100
@@ -66,7 +66,7 @@ Results: TypeAlias = dict[str, dict[tuple[str, int], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Case:
-    """What all mechanisms run: a scenario of the suite, or a random one (without `scenario`)."""
+    """Names what all mechanisms run: a scenario of the suite, or a random one (without one)."""
 
     name: str
     seed: int
@@ -225,7 +225,7 @@ def _with_progress(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What switching a mechanism off changes.
+    """Holds the effects of switching a mechanism off.
 
     ratios: by family and scenario, one for each seed, of the score without the mechanism to the
     score with it.  same_runs, runs: those with the same time and score, and all.  worst, overall:
@@ -260,7 +260,7 @@ class Outcome:
         return 100 * float(np.expm1(np.mean(self.log_ratios(family))))
 
     def standard_error(self, family: str) -> float:
-        """That of `percent`, over scenarios and seeds; NaN if there is only one."""
+        """Returns that of `percent`, over scenarios and seeds; NaN if there is only one."""
         values = self.log_ratios(family)
         return 100 * float(np.std(values, ddof=1) / np.sqrt(len(values))) if values[1:] else np.nan
 
@@ -326,7 +326,7 @@ def _safety_texts(outcome: Outcome) -> list[str]:
 
 
 def markdown(outcomes: Sequence[Outcome], families: Sequence[str]) -> str:
-    """Two tables: each mechanism by family, and what each does, where it counts most."""
+    """Returns two tables: each mechanism by family, and what each does and where it counts most."""
     as_is = outcomes[0]
     counts = [len(as_is.ratios.get(family, {})) for family in families]
     lines = [
@@ -377,7 +377,7 @@ def _measurements(outcome: Outcome, families: Sequence[str]) -> Iterator[Measure
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
-    """What each mechanism changes, by family and in random scenarios."""
+    """Yields what each mechanism changes, by family and in random scenarios."""
     mechanisms = [one for one in MECHANISMS if one.name in (options.mechanism or _names())]
     cases = _wanted_cases(options)
     results = _play_cases(cases, [AS_IS, *mechanisms], options)

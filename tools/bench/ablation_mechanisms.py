@@ -390,7 +390,7 @@ MECHANISMS = (
         patches=(Patch(model, "_PACE_RATE", 0.0),),
     ),
     Mechanism(
-        "leaps", "cost", "After a change of cell a large error is pace; a stale cell starts anew.",
+        "leaps", "cost", "After a change of cell a large error is pace; a stale cell begins again.",
         patches=(Patch(model, "_LEAP_MIN", _NEVER),),
     ),
     Mechanism(

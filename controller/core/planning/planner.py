@@ -57,7 +57,7 @@ class Values:
 
     @cached_property
     def acceptance_uncertainty(self) -> AcceptanceUncertainty:
-        """How uncertain the expected tokens are; computed when a decision first needs it."""
+        """Returns how uncertain the expected tokens are; computed when it is first needed."""
         return AcceptanceUncertainty(self.traffic, self.arms)
 
     @cached_property
@@ -67,7 +67,7 @@ class Values:
 
     @cached_property
     def plain_seconds(self) -> NDArray[np.float64]:
-        """[rows], the seconds of a step at gamma = 0; the cheapest arm's if there are several."""
+        """Returns [rows], the seconds of a step at gamma = 0, by the cheapest arm."""
         off_arms = [i for i, arm in enumerate(self.arms) if arm.gamma == 0]
         seconds: NDArray[np.float64] = self.costs.seconds[off_arms].min(axis=0)
         return seconds

@@ -71,7 +71,7 @@ class StoppedError(Exception):
 
 
 class StoppingPolicy:
-    """A policy that ends the run after so many steps."""
+    """A policy that ends the run after a number of steps."""
 
     def __init__(self, policy: Policy, steps: int) -> None:
         self._policy, self._steps_left = policy, steps

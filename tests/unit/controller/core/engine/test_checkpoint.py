@@ -170,7 +170,7 @@ def test_a_variable_that_only_earlier_recordings_have_is_ignored(policy):
     engine.run(50)
     taken = capture_state(engine.core)
     del taken["explorer"].fields["gamma_zero_budget_share"]
-    # What earlier versions recorded there, of a class that is not declared any more.
+    # What earlier versions recorded there, of a class that is no longer declared.
     price = RecordedObject("observation_cost", {"loss": np.zeros(3), "arm": np.zeros((1, 3))})
     for observation in (None, price):
         taken["planner"].fields["observation"] = observation

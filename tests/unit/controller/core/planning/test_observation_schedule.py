@@ -62,9 +62,9 @@ def test_cheap_looks_take_few_steps_too_until_they_have_found_something():
     assert steps / plan.interval_steps <= 0.015 * 1.001
     busy = schedule(penalty=0.0001, hazard=ShiftProbabilities(0.1, 0.1))
     assert busy.interval_steps == pytest.approx(plan.interval_steps / 10)
-    found = schedule(penalty=0.0001, hazard=CALM._replace(unobserved_better_count=2.0))
-    assert found.interval_steps == pytest.approx(plan.interval_steps / 3)
-    assert found.budget_share == pytest.approx(3 * SETTINGS.probe_share)
+    rewarded = schedule(penalty=0.0001, hazard=CALM._replace(unobserved_better_count=2.0))
+    assert rewarded.interval_steps == pytest.approx(plan.interval_steps / 3)
+    assert rewarded.budget_share == pytest.approx(3 * SETTINGS.probe_share)
 
 
 def test_where_a_good_day_would_not_pay_nothing_looks():
