@@ -6,6 +6,7 @@ docs/decision-settings.md shows them all.
 
 from dataclasses import dataclass
 
+from controller.core.constants.acceptance import AcceptanceConstants, MemoryConstants
 from controller.core.constants.costs import CostConstants
 from controller.core.constants.exploration import ExplorationConstants
 from controller.core.constants.losses import LossConstants
@@ -16,7 +17,14 @@ POLICIES = ("goodput", "tide", "sglang-ema")
 
 
 @dataclass(frozen=True)
-class PlannerSettings(CostConstants, ExplorationConstants, LossConstants, PaceConstants):
+class PlannerSettings(
+    AcceptanceConstants,
+    MemoryConstants,
+    CostConstants,
+    ExplorationConstants,
+    LossConstants,
+    PaceConstants,
+):
     """Holds defaults that need no tuning; read docs/decisions.md before changing one.
 
     Raises ValueError for values out of range.

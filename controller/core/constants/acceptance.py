@@ -30,6 +30,9 @@ class AcceptanceConstants:
     shift_half_trust_exposures: float = setting(
         8.0, "exposures", 0.0, 1e6, "larger: shifts are found later while evidence is little", ""
     )
+    shift_prior_exposures: float = setting(
+        3.0, "exposures", 1e-9, 1e6, "larger: positions never reached are tested more strictly", ""
+    )
     hazard_prior_steps: float = setting(
         2000.0, "steps", 1.0, 1e9, "larger: shifts are expected more rarely at the start", ""
     )
