@@ -1,20 +1,30 @@
-"""Defines the settings of the decision core, each with its unit and its effect."""
+"""Defines the settings of the decision core.
 
-import math
-from dataclasses import dataclass, fields
+Each is declared with its unit, its range, what it trades, and where its default was tuned;
+docs/decision-settings.md shows them all.
+"""
+
+from dataclasses import dataclass
+
+from controller.core.constants.acceptance import AcceptanceConstants, MemoryConstants
+from controller.core.constants.costs import CostConstants
+from controller.core.constants.exploration import ExplorationConstants
+from controller.core.constants.losses import LossConstants
+from controller.core.constants.pace import PaceConstants
+from controller.core.constants.setting import require_ranges, setting
 
 POLICIES = ("goodput", "tide", "sglang-ema")
 
-_POSITIVE = (
-    "lease_seconds", "replan_seconds", "replan_steps", "payback_seconds", "probe_exposures",
-    "probe_steps_max", "confidence_z", "prior_exposures", "class_exposures", "fast_exposures",
-    "fast_steps", "slow_exposures", "slow_steps", "idle_steps", "shift_z", "shift_alarm",
-)  # fmt: skip
-_NOT_NEGATIVE = ("probe_credit_start_seconds", "probe_credit_max_seconds", "tpot_ceiling_seconds")
 
-
-@dataclass(frozen=True, slots=True)
-class PlannerSettings:
+@dataclass(frozen=True)
+class PlannerSettings(
+    AcceptanceConstants,
+    MemoryConstants,
+    CostConstants,
+    ExplorationConstants,
+    LossConstants,
+    PaceConstants,
+):
     """Holds defaults that need no tuning; read docs/decisions.md before changing one.
 
     Raises ValueError for values out of range.
@@ -22,76 +32,195 @@ class PlannerSettings:
 
     # Which rule decides: expected throughput ("goodput"), TIDE's threshold or SGLang's average.
     policy: str = "goodput"
-    # The draft length that TIDE's threshold switches on and off.
-    tide_gamma: int = 3
-    # How long the shim may use a plan without fresh contact, seconds.
-    lease_seconds: float = 5.0
-    # The plan is evaluated again after this many seconds, or, on a fast engine, after this many
-    # steps.  This bounds the work per engine.
-    replan_seconds: float = 0.07
-    replan_steps: float = 16.0
-    # Relative gain that another arm must have before the plan switches to it.
-    switch_margin: float = 0.01
-    # Seconds within which a switch must pay back the drafter's catch-up.
-    payback_seconds: float = 2.0
-    # Longest mean time between a sequence's tokens, seconds; 0 = no ceiling.
-    tpot_ceiling_seconds: float = 0.0
-    # Share of step time that probing may cost.
-    probe_share: float = 0.009
-    # Initial probing credit and its maximum, in seconds of lost time.
-    probe_credit_start_seconds: float = 0.05
-    probe_credit_max_seconds: float = 0.5
-    # Exposures that a probe should collect at its first position.
-    probe_exposures: int = 16
-    # Maximum steps of one probe.
-    probe_steps_max: int = 8
-    # Width of the confidence bounds, in standard errors (for `explain`).
-    confidence_z: float = 1.28
-    # Conditional acceptance assumed before any evidence, and its weight in exposures.
-    prior_acceptance: float = 0.7
-    prior_exposures: float = 4.0
-    # Weight of the all-traffic estimate in a request class's estimate, in exposures.
-    class_exposures: float = 24.0
-    # Memory of the fast and the slow window, in exposures, and its minimum in steps.
-    fast_exposures: float = 20.0
-    fast_steps: float = 2.5
-    slow_exposures: float = 1500.0
-    slow_steps: float = 150.0
-    # Steps after which an unobserved position has lost two thirds of its evidence.
-    idle_steps: float = 2000.0
-    # Standard errors between the windows that count as a shift of traffic.
-    shift_z: float = 3.2
-    # Log-likelihood ratio, over all positions together, that counts as a shift.
-    shift_alarm: float = 6.0
-    # Largest factor by which live steps may move a profiled cost, and a prior's.
-    cost_drift_max_profiled: float = 2.0
-    cost_drift_max_prior: float = 10.0
+    tide_gamma: int = setting(
+        3, "tokens", 1, 64, "the draft length that TIDE's threshold switches", "the paper's"
+    )
+    lease_seconds: float = setting(
+        5.0,
+        "s",
+        0.0,
+        86_400.0,
+        "larger: an engine steers by an old plan for longer without contact",
+        "reasoned: longer than a restart of the sidecar",
+        is_open=True,
+    )
+    replan_seconds: float = setting(
+        0.07,
+        "s",
+        0.0,
+        3600.0,
+        "larger: less work for each engine, and slower reactions",
+        "standard suite: 0.14 loses up to 2 % where drafters take turns",
+        is_open=True,
+    )
+    replan_steps: float = setting(
+        16.0,
+        "steps",
+        0.0,
+        1e6,
+        "the same on a fast engine, where it comes first",
+        "standard suite, fast engine",
+        is_open=True,
+    )
+    switch_margin: float = setting(
+        0.01,
+        "relative gain",
+        0.0,
+        0.999,
+        "larger: fewer changes of arm, and less gained by each",
+        "standard suite",
+    )
+    payback_seconds: float = setting(
+        2.0,
+        "s",
+        0.0,
+        1e9,
+        "larger: a change of arm may cost more",
+        "reasoned",
+        is_open=True,
+    )
+    tpot_ceiling_seconds: float = setting(
+        0.0,
+        "s",
+        0.0,
+        3600.0,
+        "the longest mean time between a sequence's tokens; 0: no bound",
+        "an operator's",
+    )
+    probe_share: float = setting(
+        0.009,
+        "share of step time",
+        0.0,
+        0.999,
+        "larger: changes are found sooner, and calm traffic pays more",
+        "standard suite",
+    )
+    probe_credit_start_seconds: float = setting(
+        0.05, "s", 0.0, 3600.0, "larger: more probes at the start", "standard suite"
+    )
+    probe_credit_max_seconds: float = setting(
+        0.5, "s", 0.0, 3600.0, "larger: more probes after a calm time", "standard suite"
+    )
+    probe_exposures: int = setting(
+        16, "exposures", 1, 100_000, "larger: a probe is longer and surer", "standard suite"
+    )
+    probe_steps_max: int = setting(
+        8, "steps", 1, 10_000, "larger: a probe of a small batch is longer", "standard suite"
+    )
+    confidence_z: float = setting(
+        1.28,
+        "standard errors",
+        0.0,
+        100.0,
+        "the width of the bounds that `explain` shows; no decision uses it",
+        "a tenth each side",
+        is_open=True,
+    )
+    prior_acceptance: float = setting(
+        0.7,
+        "probability",
+        0.0,
+        0.999,
+        "larger: an unknown drafter is drafted for more",
+        "published drafters",
+        is_open=True,
+    )
+    prior_exposures: float = setting(
+        4.0,
+        "exposures",
+        0.0,
+        1e6,
+        "larger: the first evidence counts less",
+        "standard suite",
+        is_open=True,
+    )
+    class_exposures: float = setting(
+        24.0,
+        "exposures",
+        0.0,
+        1e6,
+        "larger: a request class is like all traffic for longer",
+        "standard suite, mixed classes",
+        is_open=True,
+    )
+    fast_exposures: float = setting(
+        20.0,
+        "exposures",
+        0.0,
+        1e6,
+        "larger: shifts are found later, with fewer false alarms",
+        "standard suite",
+        is_open=True,
+    )
+    fast_steps: float = setting(
+        2.5,
+        "steps",
+        0.0,
+        1e6,
+        "the same for large batches, in steps",
+        "standard suite",
+        is_open=True,
+    )
+    slow_exposures: float = setting(
+        1500.0,
+        "exposures",
+        0.0,
+        1e9,
+        "larger: surer estimates that follow gradual changes later",
+        "standard suite",
+        is_open=True,
+    )
+    slow_steps: float = setting(
+        150.0,
+        "steps",
+        0.0,
+        1e9,
+        "the same for large batches, in steps",
+        "standard suite",
+        is_open=True,
+    )
+    idle_steps: float = setting(
+        2000.0,
+        "steps",
+        0.0,
+        1e12,
+        "larger: what is not observed is believed for longer",
+        "standard suite",
+        is_open=True,
+    )
+    shift_z: float = setting(
+        3.2,
+        "standard errors",
+        0.0,
+        1e12,
+        "larger: fewer false alarms of the windows, and later ones",
+        "standard suite",
+        is_open=True,
+    )
+    shift_alarm: float = setting(
+        6.0,
+        "log-likelihood ratio",
+        0.0,
+        1e12,
+        "larger: fewer false alarms over all positions, and later ones",
+        "standard suite",
+        is_open=True,
+    )
+    cost_drift_max_profiled: float = setting(
+        2.0,
+        "factor",
+        1.0,
+        1e6,
+        "larger: a worse profile is corrected, and a worse measurement believed",
+        "safety bench",
+    )
+    cost_drift_max_prior: float = setting(
+        10.0, "factor", 1.0, 1e6, "the same without a profile", "standard suite, no profile"
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{field.name} must be a finite number, not {value!r}")
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
-        for name in ("switch_margin", "probe_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)!r}")
-        for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)!r}")
-        for name in ("cost_drift_max_profiled", "cost_drift_max_prior"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} is a factor of at least 1, not {getattr(self, name)!r}")
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        if not 0 < self.prior_acceptance < 1:
-            raise ValueError(f"prior_acceptance must be in (0, 1), not {self.prior_acceptance!r}")
+        require_ranges(self)
         if self.fast_exposures > self.slow_exposures or self.fast_steps > self.slow_steps:
             raise ValueError("the fast window must not be longer than the slow one")
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.tide_gamma < 1:
-            raise ValueError(f"tide_gamma must be 1 or more, not {self.tide_gamma!r}")

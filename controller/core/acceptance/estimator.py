@@ -15,7 +15,7 @@ replaces the slow one, and the memory starts short again.
 
 A position with little evidence is shrunk towards its predecessor.  Acceptance by position is
 modelled as a random walk whose steps have the variance a (1 - a) / W, observed through n_k
-exposures each (the local level model of Durbin and Koopman 2012, ch. 2; W = `_WALK_EXPOSURES`).
+exposures each (the local level model of Durbin and Koopman 2012, ch. 2; W = `walk_exposures`).
 Its filter is
 
     a_k = (successes_k + w_k a_{k-1}) / (n_k + w_k)
@@ -38,19 +38,6 @@ from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# A window needs this many exposures before it can detect a shift.
-_SHIFT_MIN_EXPOSURES = 8.0
-# Share of the fast window that is kept after a shift.
-_SHIFT_KEPT_SHARE = 0.1
-# Exposures that an idle drafter keeps after a shift of traffic: almost none.  Drafters differ most
-# in the traffic that they are good at; with more exposures an idle one would not be tried again.
-_IDLE_EXPOSURES = 0.1
-# Exposures that an exactly known position is worth as evidence about the next one: W above.  The
-# standard deviation between two neighbours is then about 0.1.
-_WALK_EXPOSURES = 20.0
-# Exposures of a position that are kept when its traffic returns.
-_RESUMED_EXPOSURES = 200.0
-
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCurve:
@@ -59,15 +46,15 @@ class AcceptanceCurve:
     conditional, exposures: a_k and the number of sequences it is based on, for k = 1..gamma_max.
     expected_accepted: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma =
     0..gamma_max. prior_exposures: w_k, the weight of the value that a_k is shrunk towards.
-    is_random_walk: from the second position, that value is a_{k-1}; otherwise it is independent of
-    the other positions.
+    walk_exposures: W of the random walk over positions; 0: from the second position, the value that
+    a_k is shrunk towards is independent of the other positions.
     """
 
     conditional: list[float]
     exposures: list[float]
     expected_accepted: list[float]
     prior_exposures: list[float]
-    is_random_walk: bool = True
+    walk_exposures: float = 0.0
 
     def variance(self) -> list[float]:
         """Returns [gamma_max], the variance of the estimate of a_k."""
@@ -81,11 +68,11 @@ class AcceptanceCurve:
         and so on, as far as these are shrunk towards a_k.
         """
         variances = self.variance()
-        if self.is_random_walk:
+        if self.walk_exposures:
             # The variances of the random walk's step and of the observations.
             for k in range(1, len(variances)):
                 n, weight = self.exposures[k], self.prior_exposures[k]
-                variances[k] *= (weight**2 / _WALK_EXPOSURES + n) / (n + weight)
+                variances[k] *= (weight**2 / self.walk_exposures + n) / (n + weight)
         return variances
 
     def component_slopes(self) -> list[list[float]]:
@@ -98,7 +85,7 @@ class AcceptanceCurve:
         acceptance = [max(a, 1e-6) for a in self.conditional]
         # Of a position's value in the next position's estimate.
         shares = [0.0] * len(acceptance)
-        if self.is_random_walk:
+        if self.walk_exposures:
             evidence = zip(self.exposures[1:], self.prior_exposures[1:], strict=True)
             shares[:-1] = [weight / (n + weight) for n, weight in evidence]
         expected_accepted, slopes_by_gamma = self.expected_accepted, []
@@ -193,6 +180,7 @@ class AcceptanceEstimator:
         previous_step = self._steps
         steps = self._steps = previous_step + 1
         last_exposure_step, shift_z_squared = self._last_exposure_step, self._shift_z_squared
+        shift_exposures_min = self._settings.shift_exposures_min
         fast_decay, slow_decay = self._fast_decay, self._slow_decay
         fast_size, slow_size = len(fast_decay), len(slow_decay)
         fast_exposures, fast_successes = self._fast_exposures, self._fast_successes
@@ -220,11 +208,7 @@ class AcceptanceEstimator:
             fast_successes[k] = fast_successes[k] * fast_kept + successes
             slow_total = slow_exposures[k] = slow_exposures[k] * slow_kept + reached
             slow_successes[k] = slow_successes[k] * slow_kept + successes
-            if (
-                not direction
-                and fast_total >= _SHIFT_MIN_EXPOSURES
-                and slow_total >= 2 * fast_total
-            ):
+            if not direction and fast_total >= shift_exposures_min and slow_total >= 2 * fast_total:
                 slow_mean = slow_successes[k] / slow_total
                 difference = fast_successes[k] / fast_total - slow_mean
                 spread = slow_mean * (1 - slow_mean)
@@ -256,7 +240,9 @@ class AcceptanceEstimator:
         for k in range(self.gamma_max):
             idle_steps = self._steps - self._last_exposure_step[k]
             self._last_exposure_step[k] = self._steps
-            decay = _SHIFT_KEPT_SHARE * math.exp(-idle_steps / self._settings.fast_steps)
+            decay = self._settings.shift_kept_share * math.exp(
+                -idle_steps / self._settings.fast_steps
+            )
             self._fast_exposures[k] *= decay
             self._fast_successes[k] *= decay
         self._slow_exposures = self._fast_exposures.copy()
@@ -290,11 +276,11 @@ class AcceptanceEstimator:
         """Prepares for traffic that returns: new evidence soon outweighs the old."""
         for k in range(self.gamma_max):
             self._fast_exposures[k] = self._fast_successes[k] = 0.0
-        self._cap_slow_exposures(_RESUMED_EXPOSURES)
+        self._cap_slow_exposures(self._settings.resumed_exposures)
 
     def discount_idle_evidence(self) -> None:
         """Weakens the evidence because the traffic has changed while this drafter was idle."""
-        self._cap_slow_exposures(_IDLE_EXPOSURES)
+        self._cap_slow_exposures(self._settings.shift_idle_exposures)
 
     def _cap_slow_exposures(self, max_exposures: float) -> None:
         """Limits the exposures of each position of the slow window."""
@@ -337,7 +323,6 @@ class AcceptanceEstimator:
             exposures,
             list(accumulate(survival, initial=0.0)),
             [weight] * len(exposures),
-            is_random_walk=False,
         )
         return curve, own_conditional
 
@@ -346,6 +331,7 @@ class AcceptanceEstimator:
     ) -> AcceptanceCurve:
         """Returns the filter of the random walk over positions."""
         mean, weight = self._settings.prior_acceptance, self._settings.prior_exposures
+        walk_exposures = self._settings.walk_exposures
         survival, total = 1.0, 0.0
         conditional, weights, expected_accepted = [], [], [0.0]
         for n, s in zip(exposures, successes, strict=True):
@@ -356,8 +342,8 @@ class AcceptanceEstimator:
             conditional.append(mean)
             weights.append(weight)
             expected_accepted.append(total)
-            weight = evidence * _WALK_EXPOSURES / (evidence + _WALK_EXPOSURES)
-        return AcceptanceCurve(conditional, exposures, expected_accepted, weights)
+            weight = evidence * walk_exposures / (evidence + walk_exposures)
+        return AcceptanceCurve(conditional, exposures, expected_accepted, weights, walk_exposures)
 
     def _decayed_evidence(self) -> tuple[list[float], list[float]]:
         """Returns the slow window's exposures and successes by position, faded while idle."""

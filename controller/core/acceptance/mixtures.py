@@ -24,12 +24,6 @@ from controller.core.step_report import StepReport
 
 # Match lengths that are estimated separately; longer ones count as the last.
 MIN_MATCH_LENGTH, MAX_MATCH_LENGTH = 2, 5
-# Weight of a step in the engine's running means of a request.
-_RATIO_WEIGHT = 0.1
-# Rules that differ by less than this share count as equal and need no new plan.
-_SAME_RULE_TOLERANCE = 0.04
-# Weight of a step in the averages that explain a mixture's usage.
-_USAGE_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,7 @@ class MixtureEstimator:
     ) -> None:
         assert mixture.mixture is not None
         self._spec, self._parts, self._free_gamma_max = mixture, mixture.mixture, free_gamma_max
+        self._settings = settings
         self._by_match_length = [
             AcceptanceEstimator(max(free_gamma_max, 1), settings)
             for _ in range(MIN_MATCH_LENGTH, MAX_MATCH_LENGTH + 1)
@@ -75,6 +70,7 @@ class MixtureEstimator:
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
+        self._settings = settings
         for estimator in self._by_match_length:
             estimator.use_settings(settings)
 
@@ -113,7 +109,7 @@ class MixtureEstimator:
         gained_tokens = (
             free_tokens - (main_proposed_tokens - main_used_tokens) if main_proposed_tokens else 0
         )
-        weight = _USAGE_WEIGHT if self._has_run else 1.0
+        weight = self._settings.usage_weight if self._has_run else 1.0
         self._has_run = True
         self._mean_rows += weight * (report.batch_size - self._mean_rows)
         self._mean_free_rows += weight * (free_rows - self._mean_free_rows)
@@ -142,7 +138,7 @@ class MixtureEstimator:
                     for curve in curves_by_length
                 ),
                 MIN_MATCH_LENGTH,
-                _RATIO_WEIGHT,
+                self._settings.rule_ratio_weight,
             )
             for gamma in self._spec.gammas
             if gamma
@@ -154,6 +150,7 @@ class MixtureEstimators:
     """Owns the estimates of all mixtures of an engine, by name.  `observe` changes it."""
 
     def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
+        self._settings = settings
         gamma_max_by_drafter = {d.name: d.gammas[-1] for d in drafters}
         self._estimators = {
             d.name: MixtureEstimator(d, gamma_max_by_drafter[d.mixture.free], settings)
@@ -163,6 +160,7 @@ class MixtureEstimators:
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
+        self._settings = settings
         for estimator in self._estimators.values():
             estimator.use_settings(settings)
 
@@ -188,13 +186,14 @@ class MixtureEstimators:
         rules = tuple(
             rule for estimator in self._estimators.values() for rule in estimator.rules(curves)
         )
-        return previous_rules if _are_same(previous_rules, rules) else rules
+        tolerance = self._settings.rule_tolerance
+        return previous_rules if _are_same(previous_rules, rules, tolerance) else rules
 
 
-def _are_same(a: Sequence[MixtureRule], b: Sequence[MixtureRule]) -> bool:
-    """Returns whether two sets of rules are so similar that no new plan is needed."""
+def _are_same(a: Sequence[MixtureRule], b: Sequence[MixtureRule], tolerance: float) -> bool:
+    """Returns whether two sets of rules differ by no more than a relative tolerance."""
     return len(a) == len(b) and all(
-        rule_a.arm == rule_b.arm and abs(x - y) <= _SAME_RULE_TOLERANCE * max(x, y)
+        rule_a.arm == rule_b.arm and abs(x - y) <= tolerance * max(x, y)
         for rule_a, rule_b in zip(a, b, strict=True)
         for x, y in zip(
             (rule_a.main_expected, *rule_a.free_expected),

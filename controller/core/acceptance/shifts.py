@@ -11,21 +11,6 @@ from controller.core.settings import PlannerSettings
 
 # Acceptance is clipped to this range.
 _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.02, 0.98
-# Exposures of a position that was never reached.
-_PRIOR_EXPOSURES = 3.0
-# Steps between shifts that are assumed before the first one, and the memory of their rate.
-_PRIOR_STEPS = 2000.0
-_MEMORY_STEPS = 20_000.0
-# Shifts in the same direction within this many steps count as one gradual change, for example of a
-# batch that drains and whose last requests accept least.
-_ONE_CHANGE_STEPS = 100
-# A shift within this many steps of a batch-size change is attributed to the change.  The share of
-# changes with a shift has this memory, in changes, and this value before the first one.
-_MOVE_WINDOW_STEPS = 12
-_MEMORY_MOVES = 100.0
-_PRIOR_MOVED = 0.02
-# A shift detected within this many steps of a step at gamma = 0 occurred while gamma = 0 ran.
-_UNOBSERVED_DETECTION_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +67,7 @@ class Cusum:
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the sums."""
         self._limit = self._shift_kind.limit_factor * settings.shift_alarm
+        self._prior_exposures = settings.shift_prior_exposures
 
     def set_reference(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Sets the estimates that the next steps are tested against.
@@ -90,9 +76,8 @@ class Cusum:
         """
         previous_exposures = self._exposures[0] if self._exposures else 0.0
         current_exposures = exposures[0] if exposures else 0.0
-        kept_share = min(
-            1.0, (previous_exposures + _PRIOR_EXPOSURES) / (current_exposures + _PRIOR_EXPOSURES)
-        )
+        prior = self._prior_exposures
+        kept_share = min(1.0, (previous_exposures + prior) / (current_exposures + prior))
         self._upward_sum *= kept_share
         self._downward_sum *= kept_share
         self._conditional, self._exposures, self._scores = conditional, exposures, None
@@ -108,7 +93,8 @@ class Cusum:
         rejected_up, rejected_down, accepted_up, accepted_down = [], [], [up], [down]
         for a, n in zip(self._conditional, self._exposures, strict=True):
             p = min(max(a, _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
-            trust = (n + _PRIOR_EXPOSURES) / (n + _PRIOR_EXPOSURES + half_trust)
+            evidence = n + self._prior_exposures
+            trust = evidence / (evidence + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
             # At either bound no shift is possible: acceptance 1 is no shift from 0.98.
             failure = -trust * math.log(1 + p * rise) if a < _MAX_ACCEPTANCE else 0.0
@@ -170,40 +156,46 @@ class ShiftProbabilities(NamedTuple):
 class HazardEstimator:
     """Counts steps, shifts, and shifts to more accepted drafts; old counts fade."""
 
-    def __init__(self) -> None:
-        self._steps = _PRIOR_STEPS
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
+        self._steps = settings.hazard_prior_steps
         self._shifts = self._better_shifts = 0.0
         # The same at gamma = 0, where only probes can detect shifts.
         self._unobserved_steps = self._unobserved_better_shifts = 0.0
         # Moves of the batch size to another octave, and those with a shift.
         self._moves = self._shifts_on_move = 0.0
-        self._steps_since_move = _MOVE_WINDOW_STEPS
+        self._steps_since_move = settings.move_window_steps
         # Steps since the last shift, and its direction; steps since the last one at gamma = 0.
         self._steps_since_shift = self._last_direction = 0
-        self._steps_since_unobserved = _UNOBSERVED_DETECTION_STEPS
+        self._steps_since_unobserved = settings.unobserved_detection_steps
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the counts."""
+        self._settings = settings
 
     def observe_step(self, gamma: int) -> None:
         """Counts a step."""
+        memory_steps = self._settings.hazard_memory_steps
         self._steps += 1
         self._steps_since_unobserved += 1
         self._steps_since_move += 1
         if gamma == 0:
             self._steps_since_unobserved = 0
             self._unobserved_steps += 1
-            if self._unobserved_steps > _MEMORY_STEPS:
-                kept_share = _MEMORY_STEPS / self._unobserved_steps
+            if self._unobserved_steps > memory_steps:
+                kept_share = memory_steps / self._unobserved_steps
                 self._unobserved_steps *= kept_share
                 self._unobserved_better_shifts *= kept_share
         self._steps_since_shift += 1
-        if self._steps > _MEMORY_STEPS:
-            kept_share = _MEMORY_STEPS / self._steps
+        if self._steps > memory_steps:
+            kept_share = memory_steps / self._steps
             self._steps *= kept_share
             self._shifts *= kept_share
             self._better_shifts *= kept_share
 
     def observe_batch_move(self) -> None:
         """Counts that the batch size has moved to another octave before this step."""
-        kept_share = 1 - 1 / _MEMORY_MOVES
+        kept_share = 1 - 1 / self._settings.move_memory
         self._moves, self._shifts_on_move = (
             kept_share * self._moves + 1,
             kept_share * self._shifts_on_move,
@@ -213,16 +205,18 @@ class HazardEstimator:
     def observe_shift(self, direction: int) -> None:
         """Counts a shift in this step.  direction: 1 to more accepted drafts, -1 to fewer."""
         is_continuation = (
-            direction == self._last_direction and self._steps_since_shift <= _ONE_CHANGE_STEPS
+            direction == self._last_direction
+            and self._steps_since_shift <= self._settings.gradual_shift_steps
         )
-        if self._steps_since_move < _MOVE_WINDOW_STEPS:
+        if self._steps_since_move < self._settings.move_window_steps:
             self._shifts_on_move += 1
-            self._steps_since_move = _MOVE_WINDOW_STEPS
+            self._steps_since_move = self._settings.move_window_steps
         if not is_continuation:
             self._shifts += 1
             self._better_shifts += direction > 0
             self._unobserved_better_shifts += (
-                direction > 0 and self._steps_since_unobserved < _UNOBSERVED_DETECTION_STEPS
+                direction > 0
+                and self._steps_since_unobserved < self._settings.unobserved_detection_steps
             )
         self._steps_since_shift, self._last_direction = 0, direction
 
@@ -234,7 +228,7 @@ class HazardEstimator:
     @property
     def shift_probability_on_move(self) -> float:
         """Returns the probability of any shift when the batch size moves to another octave."""
-        return (self._shifts_on_move + _PRIOR_MOVED) / (self._moves + 1)
+        return (self._shifts_on_move + self._settings.move_prior) / (self._moves + 1)
 
     @property
     def probabilities(self) -> ShiftProbabilities:

@@ -25,8 +25,6 @@ from controller.core.step_report import StepReport
 
 # Further classes are estimated as part of all traffic, until one of these is unused.
 MAX_CLASSES = 8
-# Steps after which an unused class can be replaced: at 20 ms a step, 20 s.
-CLASS_UNUSED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ class TrafficEstimator:
         if len(self.classes) < MAX_CLASSES:
             return True
         longest_unused = min(self.classes, key=lambda label: self._last_used_step.get(label, 0))
-        if step - self._last_used_step.get(longest_unused, 0) < CLASS_UNUSED_STEPS:
+        if step - self._last_used_step.get(longest_unused, 0) < self._settings.class_unused_steps:
             return False
         del self.classes[longest_unused]
         self._last_used_step.pop(longest_unused, None)

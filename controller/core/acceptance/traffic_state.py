@@ -25,27 +25,10 @@ from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEsti
 from controller.core.acceptance.outcome_scores import OutcomeScores
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
+from controller.core.settings import PlannerSettings
 
-# States that are remembered in addition to the current one.
-MAX_REMEMBERED = 5
 # Octaves of batch sizes; the last one contains all larger sizes.
 OCTAVES = 16
-# A state that has not been current for this many steps is forgotten.
-FORGET_AFTER_STEPS = 20_000
-# Exposures at which a position has half its weight.
-_HALF_TRUST_EXPOSURES = 8.0
-_MIN_PROBABILITY = 0.03
-# Prior visits of all octaves together.
-_PRIOR_VISITS = 1.0
-# Two states are alike if the Kullback-Leibler divergence between them is less than this for one
-# sequence, or less than that for all sequences of the state with less evidence.  Only drafters with
-# this many exposures in both states are compared.
-_ALIKE_PER_SEQUENCE = 0.03
-_ALIKE_TOTAL = 3.0
-_COMPARED_EXPOSURES = 16.0
-_MAX_REPORT_SEQUENCES = 16.0
-# A report changes the log odds by no more than this.
-_MAX_LOG_ODDS = 12.0
 # By position: the acceptance and the trust in it.
 ReferenceAcceptance: TypeAlias = Sequence[tuple[float, float]]
 
@@ -80,14 +63,26 @@ class TrafficState:
     number of the last of these, counted over all of the engine's reports.  probability: P_k above.
     """
 
-    def __init__(self, estimators: Mapping[str, AcceptanceEstimator], now: float = 0.0) -> None:
+    def __init__(
+        self,
+        estimators: Mapping[str, AcceptanceEstimator],
+        settings: PlannerSettings,
+        now: float = 0.0,
+    ) -> None:
         self.estimators = dict(estimators)
+        self._settings = settings
         self.began_at = self.ended_at = now
         self.last_began_at = self.last_ended_at = 0.0
         self.visits = 1
         self.octave_visits = [0.0] * OCTAVES
         self.steps = self.last_step = 0
         self.probability = 1.0
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the evidence."""
+        self._settings = settings
+        for estimator in self.estimators.values():
+            estimator.use_settings(settings)
 
     def count_octave_visit(self, octave: int) -> None:
         """Counts a visit of the batch size to this octave in this state."""
@@ -120,8 +115,9 @@ class TrafficState:
 
     def octave_probabilities(self) -> list[float]:
         """Returns [octaves], P(octave | this state)."""
-        total = sum(self.octave_visits) + _PRIOR_VISITS
-        return [(visits + _PRIOR_VISITS / OCTAVES) / total for visits in self.octave_visits]
+        prior_visits = self._settings.octave_prior_visits
+        total = sum(self.octave_visits) + prior_visits
+        return [(visits + prior_visits / OCTAVES) / total for visits in self.octave_visits]
 
 
 def octave_of(batch_size: int) -> int:
@@ -135,42 +131,49 @@ def octaves_of(batch_sizes: NDArray[np.float64]) -> NDArray[np.int32]:
     return np.minimum(np.frexp(batch_sizes - 1)[1], OCTAVES - 1)
 
 
-def are_alike(a: TrafficState, b: TrafficState) -> bool:
+def are_alike(a: TrafficState, b: TrafficState, settings: PlannerSettings) -> bool:
     """Returns whether no drafter observed in both states distinguishes the two."""
     has_compared = False
     for name, estimator in a.estimators.items():
         curve_a, curve_b = estimator.curve(), b.estimators[name].curve()
         min_exposures = min(curve_a.exposures[0], curve_b.exposures[0])
-        if min_exposures < _COMPARED_EXPOSURES:
+        if min_exposures < settings.alike_exposures_min:
             continue
         has_compared = True
         survival, divergence, total_divergence = 1.0, 0.0, 0.0
         for k, (x, y) in enumerate(zip(curve_a.conditional, curve_b.conditional, strict=True)):
-            p, q = clip_acceptance(x), clip_acceptance(y)
+            p, q = clip_acceptance(x, settings), clip_acceptance(y, settings)
             n = min(curve_a.exposures[k], curve_b.exposures[k])
             distance = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-            divergence += survival * distance * evidence_trust(n)
+            divergence += survival * distance * evidence_trust(n, settings)
             total_divergence += n * distance
             survival *= p
-        if divergence > _ALIKE_PER_SEQUENCE and total_divergence > _ALIKE_TOTAL:
+        if (
+            divergence > settings.alike_divergence
+            and total_divergence > settings.alike_total_divergence
+        ):
             return False
     return has_compared
 
 
-def clip_acceptance(acceptance: float) -> float:
+def clip_acceptance(acceptance: float, settings: PlannerSettings) -> float:
     """Clips an acceptance away from 0 and 1, for the comparison of states."""
-    return min(max(acceptance, _MIN_PROBABILITY), 1 - _MIN_PROBABILITY)
+    lowest = settings.state_acceptance_min
+    return min(max(acceptance, lowest), 1 - lowest)
 
 
-def evidence_trust(exposures: float) -> float:
+def evidence_trust(exposures: float, settings: PlannerSettings) -> float:
     """Returns the weight, below 1, of an estimate with this many exposures."""
-    return exposures / (exposures + _HALF_TRUST_EXPOSURES)
+    return exposures / (exposures + settings.state_half_trust_exposures)
 
 
-def reference_acceptance(curve: AcceptanceCurve) -> ReferenceAcceptance:
+def reference_acceptance(curve: AcceptanceCurve, settings: PlannerSettings) -> ReferenceAcceptance:
     """Returns the current state's baseline of the likelihood ratios of remembered states."""
     positions = zip(curve.conditional, curve.exposures, curve.prior_exposures, strict=True)
-    return [(clip_acceptance(a), evidence_trust(n + prior)) for a, n, prior in positions]
+    return [
+        (clip_acceptance(a, settings), evidence_trust(n + prior, settings))
+        for a, n, prior in positions
+    ]
 
 
 class RememberedCurves:
@@ -182,14 +185,16 @@ class RememberedCurves:
         prod over positions i of (p_ki / q_i)^(t s_i) ((1 - p_ki) / (1 - q_i))^(t f_i)
 
     with q_i the current state's acceptance as estimated at the last decision.  The trust t is the
-    product of n / (n + 8), for n exposures of the position in state k, and the same factor of the
-    current state, since a state without exposures predicts nothing about the position.  A large
-    batch counts as at most `_MAX_REPORT_SEQUENCES` sequences, since its sequences are alike.
+    product of n / (n + `state_half_trust_exposures`), for n exposures of the position in state k,
+    and the same factor of the current state, since a state without exposures predicts nothing about
+    the position.  A large batch counts as at most `state_sequences_max` sequences, since its
+    sequences are alike.
 
     octave_probabilities: [octaves, states], P(octave | state).
     """
 
-    def __init__(self, states: Sequence[TrafficState]) -> None:
+    def __init__(self, states: Sequence[TrafficState], settings: PlannerSettings) -> None:
+        self._settings = settings
         self._curves = [
             {name: estimator.curve() for name, estimator in state.estimators.items()}
             for state in states
@@ -234,8 +239,9 @@ class RememberedCurves:
             self._scores[drafter] = reference, scores
         totals = scores.totals(accepted_counts, censored_counts)
         sequences = sum(accepted_counts) + sum(censored_counts)
-        weight = min(1.0, _MAX_REPORT_SEQUENCES / max(sequences, 1))
-        return [max(-_MAX_LOG_ODDS, min(_MAX_LOG_ODDS, total * weight)) for total in totals]
+        weight = min(1.0, self._settings.state_sequences_max / max(sequences, 1))
+        limit = self._settings.state_log_odds_max
+        return [max(-limit, min(limit, total * weight)) for total in totals]
 
     def _compute_scores(self, drafter: str, reference: ReferenceAcceptance) -> OutcomeScores:
         """Returns by state the log odds that each outcome of a sequence adds."""
@@ -258,14 +264,17 @@ class RememberedCurves:
         log_terms = self._log_terms.get(drafter)
         if log_terms is None:
             log_terms = self._log_terms[drafter] = [
-                _log_terms_of_curve(by_drafter[drafter]) for by_drafter in self._curves
+                _log_terms_of_curve(by_drafter[drafter], self._settings)
+                for by_drafter in self._curves
             ]
         return log_terms
 
 
-def _log_terms_of_curve(curve: AcceptanceCurve) -> list[tuple[float, float, float]]:
+def _log_terms_of_curve(
+    curve: AcceptanceCurve, settings: PlannerSettings
+) -> list[tuple[float, float, float]]:
     terms = []
     for a, n in zip(curve.conditional, curve.exposures, strict=True):
-        p, trust = clip_acceptance(a), evidence_trust(n)
+        p, trust = clip_acceptance(a, settings), evidence_trust(n, settings)
         terms.append((trust * math.log(p), trust * math.log(1 - p), trust))
     return terms

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.shifts import LARGE_SHIFT, MODERATE_SHIFT, HazardEstimator
 from controller.core.acceptance.traffic_state import (
-    FORGET_AFTER_STEPS,
-    MAX_REMEMBERED,
     OCTAVES,
     ReferenceAcceptance,
     RememberedCurves,
@@ -28,21 +26,6 @@ from controller.core.acceptance.traffic_state import (
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-
-# A state with fewer steps is not remembered: after a shift it is restarted.
-_YOUNG_STEPS = 15
-# Probability above which a remembered state explains a shift.
-_EXPLAINS_PROBABILITY = 0.3
-# Probability of a new state when it begins.
-_NEW_STATE_PROBABILITY = 0.8
-# A state that is left within this many reports was a mistake.  After this many mistakes in a row
-# the traffic counts as new: it resembles one state by one drafter and another by another drafter.
-_MISTAKEN_REPORTS = 8
-_MAX_MISTAKES = 2
-# Reports at one octave in one state after which the state is certain and a visit is counted.
-_VISIT_REPORTS = 12
-# A state is certain if all others together are less likely than this.
-_NEGLIGIBLE_PROBABILITY = 0.01
 
 CurvesByDrafter = Mapping[str, AcceptanceCurve]
 
@@ -63,16 +46,18 @@ class TrafficStateTracker:
     """
 
     def __init__(self, longest_gammas: Mapping[str, int], settings: PlannerSettings) -> None:
+        self._settings = settings
         shift_kinds = (LARGE_SHIFT, MODERATE_SHIFT) if len(longest_gammas) > 1 else (LARGE_SHIFT,)
         self.current = TrafficState(
             {
                 name: AcceptanceEstimator(gamma_max, settings, shift_kinds)
                 for name, gamma_max in longest_gammas.items()
-            }
+            },
+            settings,
         )
         self.remembered: list[TrafficState] = []
         self.shifts = 0
-        self.hazard_estimator = HazardEstimator()
+        self.hazard_estimator = HazardEstimator(settings)
         # By drafter, the baseline of the likelihood ratios, as of the last decision.
         self._reference: dict[str, ReferenceAcceptance] = {}
         # Values derived from the remembered states.
@@ -89,7 +74,8 @@ class TrafficStateTracker:
         self._set_remembered(
             [
                 TrafficState(
-                    {name: e.make_successor(was_idle=False) for name, e in estimators.items()}
+                    {name: e.make_successor(was_idle=False) for name, e in estimators.items()},
+                    self._settings,
                 )
                 for _ in range(count)
             ]
@@ -102,9 +88,10 @@ class TrafficStateTracker:
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
+        self._settings = settings
         for state in self.all_states:
-            for estimator in state.estimators.values():
-                estimator.use_settings(settings)
+            state.use_settings(settings)
+        self.hazard_estimator.use_settings(settings)
         self._remembered_curves = None
 
     def observe(self, report: StepReport, now: float) -> bool:
@@ -118,9 +105,11 @@ class TrafficStateTracker:
         likeliest_state = self._update_probabilities(report) if self.remembered else self.current
         if likeliest_state is not self.current and report.gamma > 0:
             self._mistakes_in_a_row = (
-                self._mistakes_in_a_row + 1 if self._reports_in_place <= _MISTAKEN_REPORTS else 0
+                self._mistakes_in_a_row + 1
+                if self._reports_in_place <= self._settings.mistaken_reports
+                else 0
             )
-            if self._mistakes_in_a_row < _MAX_MISTAKES:
+            if self._mistakes_in_a_row < self._settings.mistakes_max:
                 self._return_to_state(likeliest_state, report, now)
             else:
                 self._mistakes_in_a_row = 0
@@ -130,20 +119,20 @@ class TrafficStateTracker:
             return True
         direction = self._feed_current_state(report, now)
         if not direction:
-            if self._reports_in_place == _VISIT_REPORTS:
+            if self._reports_in_place == self._settings.octave_visit_reports:
                 self.current.count_octave_visit(octave)
             return False
         self.shifts += 1
         likeliest_remembered = max(self.remembered, key=_probability, default=None)
         if (
             likeliest_remembered is not None
-            and likeliest_remembered.probability > _EXPLAINS_PROBABILITY
+            and likeliest_remembered.probability > self._settings.state_explains_probability
         ):
             self._return_to_state(likeliest_remembered, report, now)
             self._feed_current_state(report, now)
             return True
         self.hazard_estimator.observe_shift(direction)
-        if self.current.steps < _YOUNG_STEPS:
+        if self.current.steps < self._settings.young_state_steps:
             self._restart_state(report.drafter)
         else:
             self._begin_state(report.drafter, now)
@@ -220,7 +209,7 @@ class TrafficStateTracker:
                 if remembered_state is not state
             ]
         )
-        if previous_state.steps >= _YOUNG_STEPS:
+        if previous_state.steps >= self._settings.young_state_steps:
             self._remember(previous_state)
         state.make_current_again(now)
         self.current, self._reports_in_place = state, 1
@@ -237,15 +226,12 @@ class TrafficStateTracker:
                 name: estimator.make_successor(was_idle=name != running_drafter)
                 for name, estimator in previous_state.estimators.items()
             },
+            self._settings,
             now,
         )
         self._remember(previous_state)
-        self._set_probabilities(
-            [
-                _NEW_STATE_PROBABILITY,
-                *([(1 - _NEW_STATE_PROBABILITY) / len(self.remembered)] * len(self.remembered)),
-            ]
-        )
+        probability, others = self._settings.new_state_probability, len(self.remembered)
+        self._set_probabilities([probability, *([(1 - probability) / others] * others)])
         self._reports_in_place = 1
 
     def _restart_state(self, running_drafter: str) -> None:
@@ -260,14 +246,16 @@ class TrafficStateTracker:
         """Remembers a state that is no longer current, merged with remembered states like it."""
         distinct_states = []
         for remembered_state in self.remembered:
-            if self._reports - remembered_state.last_step > FORGET_AFTER_STEPS:
+            if self._reports - remembered_state.last_step > self._settings.forget_state_steps:
                 continue
-            if are_alike(state, remembered_state):
+            if are_alike(state, remembered_state, self._settings):
                 state.merge_duplicate(remembered_state)
             else:
                 distinct_states.append(remembered_state)
         distinct_states.sort(key=lambda remembered_state: remembered_state.last_step)
-        self._set_remembered([*distinct_states[-(MAX_REMEMBERED - 1) :], state])
+        self._set_remembered(
+            [*distinct_states[-(self._settings.remembered_states_max - 1) :], state]
+        )
 
     def _set_remembered(self, states: list[TrafficState]) -> None:
         """Replaces the remembered states; reports update their odds after the next decision."""
@@ -277,7 +265,9 @@ class TrafficStateTracker:
         """Returns the current state's curves, and makes them the reference for later reports."""
         curves = {name: e.commit() for name, e in self.current.estimators.items()}
         if self.remembered:
-            self._reference = {name: reference_acceptance(curve) for name, curve in curves.items()}
+            self._reference = {
+                name: reference_acceptance(curve, self._settings) for name, curve in curves.items()
+            }
         return curves
 
     def curves(self) -> CurvesByDrafter:
@@ -287,7 +277,7 @@ class TrafficStateTracker:
     def remembered_curves(self) -> RememberedCurves:
         """Returns the values derived from the remembered states."""
         if self._remembered_curves is None:
-            self._remembered_curves = RememberedCurves(self.remembered)
+            self._remembered_curves = RememberedCurves(self.remembered, self._settings)
         return self._remembered_curves
 
     def state_probabilities(self) -> NDArray[np.float64] | None:
@@ -309,7 +299,7 @@ class TrafficStateTracker:
                 self.hazard_estimator.shift_probability
             )
         probabilities /= probabilities.sum(axis=1, keepdims=True)
-        is_certain = probabilities[:, 0].min() >= 1 - _NEGLIGIBLE_PROBABILITY
+        is_certain = probabilities[:, 0].min() >= 1 - self._settings.negligible_probability
         return None if is_certain else probabilities
 
 

@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 
 from controller.core.engine_spec import Capabilities
 from controller.core.recorded_state import recorded
+from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-
-# The estimate's memory, in wake-ups.
-_MEMORY_WAKE_UPS = 50.0
-# The weight of the initial price of a token, in missed tokens; it fades like a wake-up.
-_PRIOR_TOKENS = 1000.0
-# The weight of a fixed part of 0, in wake-ups.  It does not fade, because similar wake-ups show
-# only the sum of both parts.
-_PRIOR_WAKE_UPS = 4.0
 
 
 @recorded("drafter_backlog", "_slept_steps", backlog="_missed_tokens", asleep="_must_track")
@@ -118,18 +111,24 @@ class CatchUpEstimator:
         drafters: Sequence[str],
         seconds_per_token: float,
         capabilities: Capabilities,
+        settings: PlannerSettings,
         in_sync: Mapping[str, Collection[str]] | None = None,
     ) -> None:
+        self._settings = settings
         self._backlog = DrafterBacklog(drafters, capabilities, in_sync)
         # From the last report.
         self._kv_tokens, self._batch_size = 0, 1
         self.restart_from_price(seconds_per_token)
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the price."""
+        self._settings = settings
+
     def restart_from_price(self, seconds_per_token: float) -> None:
         """Restarts from a measured cost of a token."""
         self._fixed_seconds, self._seconds_per_token = 0.0, seconds_per_token
         self._wake_ups = self._token_sum = self._seconds_sum = 0.0
-        self._token_square_sum = _PRIOR_TOKENS**2
+        self._token_square_sum = self._settings.wake_up_prior_tokens**2
         self._product_sum = self._token_square_sum * seconds_per_token
 
     def use_capabilities(self, capabilities: Capabilities) -> None:
@@ -167,13 +166,13 @@ class CatchUpEstimator:
         return missed_tokens > 0
 
     def _update_price(self, excess_seconds: float, missed_tokens: float) -> None:
-        kept_share = 1 - 1 / _MEMORY_WAKE_UPS
+        kept_share = 1 - 1 / self._settings.wake_up_memory
         self._wake_ups = kept_share * self._wake_ups + 1
         self._token_sum = kept_share * self._token_sum + missed_tokens
         self._token_square_sum = kept_share * self._token_square_sum + missed_tokens * missed_tokens
         self._seconds_sum = kept_share * self._seconds_sum + excess_seconds
         self._product_sum = kept_share * self._product_sum + excess_seconds * missed_tokens
-        wake_ups = self._wake_ups + _PRIOR_WAKE_UPS
+        wake_ups = self._wake_ups + self._settings.wake_up_prior
         determinant = wake_ups * self._token_square_sum - self._token_sum**2
         seconds_per_token = (
             wake_ups * self._product_sum - self._token_sum * self._seconds_sum

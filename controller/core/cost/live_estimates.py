@@ -7,30 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.recorded_state import recorded
+from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-
-# Memory of an average of contexts in steps; idle steps until it adapts quickly, and until it fades.
-_CONTEXT_STEPS = 20.0
-_ADAPT_AFTER_STEPS = 100.0
-_FADE_STEPS = 2000.0
-# Octaves between batch sizes over which nearness falls to a third.
-_NEAR_OCTAVES = 0.5
-# The weight of the neighbours' mean, in steps.
-_NEIGHBOUR_WEIGHT = 0.02
-# The weight of the mean over all batch sizes.
-_OVERALL_WEIGHT = 1e-3
-# Memory of the price of prompts, in steps with prompt tokens; of their number, in all steps.
-_PREFILL_MEMORY_STEPS = 64.0
-_PROMPT_MEMORY_STEPS = 256.0
-# Memory of the price of a switch, in switches, and the weight of the initial price of 0.
-_MEMORY_SWITCHES = 50.0
-_PRIOR_SWITCHES = 4.0
-# One outlier must not make switching look expensive for the next fifty switches.
-_EXCESS_MAX_STEPS = 2.0
-# The price is known after this many switches.  After this many skipped switched steps in a row, a
-# step is used with its switch.
-_KNOWN_SWITCHES = 8.0
-_SKIPPED_MAX = 4
 
 
 @recorded("context_by_batch", "_means _steps _weights", mean="mean_tokens", seen="_last_steps")
@@ -49,11 +27,9 @@ class ContextByBatch:
     sequence, over all batch sizes.
     """
 
-    def __init__(self, buckets: Sequence[int], start: float) -> None:
-        octaves = np.log2(np.asarray(buckets, dtype=np.float64))
-        nearness = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _NEAR_OCTAVES)
-        np.fill_diagonal(nearness, 0.0)
-        self._nearness = nearness
+    def __init__(self, buckets: Sequence[int], start: float, settings: PlannerSettings) -> None:
+        self._octaves = np.log2(np.asarray(buckets, dtype=np.float64))
+        self.use_settings(settings)
         self.mean_tokens = start
         # Plain lists: each step reads and writes one entry.
         self._means = [start] * len(buckets)
@@ -61,15 +37,22 @@ class ContextByBatch:
         self._last_steps = [0] * len(buckets)
         self._steps = 0
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the averages."""
+        self._settings = settings
+        distance = np.abs(self._octaves[:, None] - self._octaves[None, :])
+        self._nearness = np.exp(distance / -settings.context_near_octaves)
+        np.fill_diagonal(self._nearness, 0.0)
+
     def observe(self, bucket: int, kv_per_sequence: float) -> None:
         """Adds a step.  kv_per_sequence: mean context of its sequences, in tokens."""
         self._steps += 1
-        memory_steps = min(_CONTEXT_STEPS, float(self._steps))
+        memory_steps = min(self._settings.context_steps, float(self._steps))
         self.mean_tokens += (kv_per_sequence - self.mean_tokens) / memory_steps
         weight = self._weights[bucket]
         if idle_steps := self._steps - self._last_steps[bucket] - 1:
-            weight *= math.exp(-idle_steps / _ADAPT_AFTER_STEPS)
-        weight = min(weight + 1, _CONTEXT_STEPS)
+            weight *= math.exp(-idle_steps / self._settings.context_adapt_steps)
+        weight = min(weight + 1, self._settings.context_steps)
         self._means[bucket] += (kv_per_sequence - self._means[bucket]) / weight
         self._weights[bucket] = weight
         self._last_steps[bucket] = self._steps
@@ -81,16 +64,20 @@ class ContextByBatch:
         # [weights and totals, buckets]
         sums = np.array([self._weights, self._means])
         idle_steps = self._steps - np.array(self._last_steps)
-        sums[0] *= np.exp(idle_steps / -_FADE_STEPS)
+        sums[0] *= np.exp(idle_steps / -self._settings.context_fade_steps)
         sums[1] *= sums[0]
-        weights, totals = sums
+        settings, (weights, totals) = self._settings, sums
         # Where no near bucket has steps, the overall mean is used.
         near_weights, near_totals = sums @ self._nearness
-        neighbour_means = (near_totals + _OVERALL_WEIGHT * self.mean_tokens) / (
-            near_weights + _OVERALL_WEIGHT
+        overall_weight, neighbour_weight = (
+            settings.context_overall_weight,
+            settings.context_neighbour_weight,
         )
-        context_tokens: NDArray[np.float64] = (totals + _NEIGHBOUR_WEIGHT * neighbour_means) / (
-            weights + _NEIGHBOUR_WEIGHT
+        neighbour_means = (near_totals + overall_weight * self.mean_tokens) / (
+            near_weights + overall_weight
+        )
+        context_tokens: NDArray[np.float64] = (totals + neighbour_weight * neighbour_means) / (
+            weights + neighbour_weight
         )
         return context_tokens
 
@@ -105,19 +92,24 @@ class PrefillPrice:
     a longer draft has more value, because fewer steps have this overhead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
         self._seconds = self._tokens = 0.0
         self._mean_tokens = 0.0
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the price."""
+        self._settings = settings
+
     def observe(self, tokens: int, step_seconds: float, expected_seconds: float) -> None:
         """Adds a step with prompt tokens.  expected_seconds: of its decoding alone."""
-        kept_share = 1 - 1 / _PREFILL_MEMORY_STEPS
+        kept_share = 1 - 1 / self._settings.prefill_memory_steps
         self._seconds = kept_share * self._seconds + max(step_seconds - expected_seconds, 0.0)
         self._tokens = kept_share * self._tokens + tokens
 
     def count_prompt_tokens(self, tokens: int) -> None:
         """Counts the prompt tokens of any step, 0 for most."""
-        self._mean_tokens += (tokens - self._mean_tokens) / _PROMPT_MEMORY_STEPS
+        self._mean_tokens += (tokens - self._mean_tokens) / self._settings.prompt_memory_steps
 
     def predict_seconds(self, tokens: float) -> float:
         """Returns the seconds that this many prompt tokens add to a step."""
@@ -138,9 +130,10 @@ class SwitchPrice:
     switched step is not used as evidence about its arm's cost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
         self._mean_seconds = 0.0
-        self._switches = _PRIOR_SWITCHES
+        self._switches = self._settings.switch_prior
         # Switched steps that were skipped since the last plain one.
         self._skipped = 0
 
@@ -149,11 +142,15 @@ class SwitchPrice:
         """Returns the price of a switch, in seconds."""
         return max(0.0, self._mean_seconds)
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the price."""
+        self._settings = settings
+
     def observe(self, step_seconds: float, expected_seconds: float) -> None:
         """Adds a switched step.  expected_seconds: of a plain step of this shape."""
-        max_excess = _EXCESS_MAX_STEPS * expected_seconds
+        max_excess = self._settings.switch_excess_max * expected_seconds
         excess_seconds = max(-max_excess, min(max_excess, step_seconds - expected_seconds))
-        self._switches = min(self._switches + 1, _MEMORY_SWITCHES)
+        self._switches = min(self._switches + 1, self._settings.switch_memory)
         self._mean_seconds += (excess_seconds - self._mean_seconds) / self._switches
 
     def seconds_without_switch(self, report: StepReport) -> float | None:
@@ -162,11 +159,12 @@ class SwitchPrice:
         if not report.flags.switched:
             self._skipped = 0
             return seconds
-        if self._switches < _PRIOR_SWITCHES + _KNOWN_SWITCHES:
+        if self._switches < self._settings.switch_prior + self._settings.switch_known:
             self._skipped += 1
-            return None if self._skipped <= _SKIPPED_MAX else seconds
+            return None if self._skipped <= self._settings.switch_skipped_max else seconds
         # The initial weight of 0 guards against outliers; without it the mean is unbiased.
-        switch_seconds = self.seconds * self._switches / (self._switches - _PRIOR_SWITCHES)
-        if self._switches == _MEMORY_SWITCHES:
+        prior = self._settings.switch_prior
+        switch_seconds = self.seconds * self._switches / (self._switches - prior)
+        if self._switches == self._settings.switch_memory:
             switch_seconds = self.seconds
         return max(seconds - switch_seconds, 0.1 * seconds)

@@ -32,9 +32,6 @@ from numpy.typing import NDArray
 from controller.core.cost.profile import Profile
 from controller.core.cost.table import CostOrder, CostPrior, Costs, CostTable
 from controller.core.cost.uncertainty import (
-    DISAGREEMENT_MAX,
-    IDLE_STEPS,
-    STALE_STEPS,
     CostUncertainty,
     arms_of_same_drafter,
     cell_variance,
@@ -47,41 +44,7 @@ from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# Learning rate per update of the machine's pace variation, and its maximum (log seconds).
-_PACE_RATE = 0.1
-_PACE_MAX = 0.3
-_KV_RATE = 0.05
-_NEIGHBOUR_SHARE = 0.5
-# Standard deviation (log seconds) of a cell that the profile did not measure.
-_EXTRAPOLATED_DOUBT = 0.3
-# An error above this many standard deviations, and this many log seconds, is a change, not noise.
-_DEVIATIONS = 3.0
-_CHANGE_MIN = 0.1
-# After a change of cell, an error is taken for pace only above this minimum (log seconds), and only
-# if the cell is known by this many steps; the cell itself may have changed by this share.
-_LEAP_MIN = 0.3
-_LEAP_SHARE = 0.2
-_STEPS_TRUSTED = 4
-# A bucket with fewer steps than this is new.
-_STEPS_NEW = 2
-_STEPS_PER_UPDATE = 8
-_STEPS_KNOWN = 32
-_CELL_RATE_MIN = 0.01
-_SCATTER_START = 0.05
-_SCATTER_MIN = 0.01
-_SCATTER_RATE = 0.02
 _SQRT_2 = math.sqrt(2)
-_OUTLIER_DEVIATIONS = 6.0
-_OUTLIER_FLOOR = 0.4
-_OUTLIERS_ACCEPTED = 6
-# A step more than six times as fast as predicted (log seconds) is an outlier.  A smaller speedup
-# counts at once, so that a better arm is used soon.
-_FASTER_MAX = 1.8
-_SURPRISE_RATE = 0.2
-_SURPRISE_MAX = 100.0
-_SURPRISE_USUAL = 4.0
-# Maximum growth of the coefficients' variance because of surprising steps, as a factor.
-_DOUBT_GROWTH_MAX = 9.0
 
 
 @recorded("pending_errors", "steps", total="error_sum")
@@ -131,7 +94,7 @@ class CostModel:
         shape = self._table.grid.shape
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
         self._same_drafter_arms = arms_of_same_drafter(arms)
-        self._is_near = near_buckets(self._table.sizes)
+        self._is_near = near_buckets(self._table.sizes, settings.near_batch_octaves)
         self.use_settings(settings)
         self._features = cost_features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
@@ -154,7 +117,7 @@ class CostModel:
         # The cell that was updated last, and the cell of the last step.
         self._last_learnt_cell = self._last_observed_cell = (-1, -1)
         self._last_error = 0.0
-        self._scatter = _SCATTER_START
+        self._scatter = settings.scatter_start
         self._outliers_in_a_row = 0
         # By cell, the error of an outlier that no other step has confirmed, relative to the table.
         self._unconfirmed_errors: dict[tuple[int, int], float] = {}
@@ -164,6 +127,7 @@ class CostModel:
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Updates the bound on how far live steps may move the costs."""
+        self._settings = settings
         profiled_drift_max, prior_drift_max = (
             settings.cost_drift_max_profiled,
             settings.cost_drift_max_prior,
@@ -196,7 +160,7 @@ class CostModel:
         cell: arm (by index) and bucket.  kv_per_sequence: mean context of its sequences, in tokens.
         expected_seconds: the result of `predict` for it.
         """
-        self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
+        self._kv_per_sequence += self._settings.kv_rate * (kv_per_sequence - self._kv_per_sequence)
         error, steps = self._confirmed_error(cell, math.log(step_seconds / expected_seconds))
         if steps == 0:
             return False
@@ -205,7 +169,8 @@ class CostModel:
             # Differences between successive steps: the machine's pace cancels out.
             difference = min(abs(error - self._last_error) / _SQRT_2, 0.5)
             excess_scatter = difference - self._scatter
-            self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess_scatter)
+            scatter = self._scatter + self._settings.scatter_rate * excess_scatter
+            self._scatter = max(self._settings.scatter_min, scatter)
         self._last_error = error
         self._last_observed_cell = cell
         pending = self._pending.get(cell)
@@ -223,17 +188,17 @@ class CostModel:
         error.  A known cell needs more, unless it is faster and was not measured for long.
         """
         unconfirmed = self._unconfirmed_errors.pop(cell, None)
-        limit = max(_OUTLIER_FLOOR, _OUTLIER_DEVIATIONS * self._scatter)
+        limit = max(self._settings.outlier_min, self._settings.outlier_deviations * self._scatter)
         is_uninformed = self.steps == 0 and self.prior == "generic"
-        if -_FASTER_MAX <= error <= limit or is_uninformed:
+        if -self._settings.speedup_max <= error <= limit or is_uninformed:
             self._outliers_in_a_row = 0
             self.rejected_steps += unconfirmed is not None
             return error, 1
         self._outliers_in_a_row += 1
-        if self._outliers_in_a_row >= _OUTLIERS_ACCEPTED:
+        if self._outliers_in_a_row >= self._settings.outliers_accepted:
             return error, 1
-        is_recent = error > 0 or self._idle(cell) < STALE_STEPS
-        if is_recent and self._evidence(cell) >= _STEPS_TRUSTED:
+        is_recent = error > 0 or self._idle(cell) < self._settings.stale_steps
+        if is_recent and self._evidence(cell) >= self._settings.trusted_cell_steps:
             self.rejected_steps += 1
             return 0.0, 0
         if (
@@ -251,8 +216,8 @@ class CostModel:
         # them, but only while it keeps running: later steps would belong to another pace.
         ready_cells = [
             cell for cell, pending in self._pending.items()
-            if cell != self._last_observed_cell or pending.steps >= _STEPS_PER_UPDATE
-            or self._cell_steps.item(cell) < _STEPS_KNOWN
+            if cell != self._last_observed_cell or pending.steps >= self._settings.steps_per_update
+            or self._cell_steps.item(cell) < self._settings.known_cell_steps
         ]  # fmt: skip
         for i, j in ready_cells:
             pending = self._pending.pop((i, j))
@@ -266,16 +231,18 @@ class CostModel:
             self._restore_order()
 
     def _update_cell(self, i: int, j: int, error: float, steps: int) -> None:
+        settings = self._settings
         phi, covariance = self._cell_features[i, j], self._covariance
         prior, noise = self._variances()
         is_extrapolated = self._extrapolated.item(i, j)
         if is_extrapolated:
             # The error there is due to the extrapolation or the machine's pace, not to the arm.
             phi = np.eye(1, len(phi))[0]
-            prior = max(prior, _EXTRAPOLATED_DOUBT**2)
+            prior = max(prior, settings.extrapolated_deviation**2)
         evidence = self._evidence((i, j))
         is_new = evidence == 0
-        if is_old := error < -_LEAP_MIN and self._idle((i, j)) >= STALE_STEPS:
+        is_old = error < -settings.leap_min and self._idle((i, j)) >= settings.stale_steps
+        if is_old:
             # A new measurement shows that it is not as slow as it once was.
             evidence = 0.0
         cell_uncertainty = cell_variance(prior, noise, evidence)
@@ -283,31 +250,32 @@ class CostModel:
         is_same_cell = (i, j) == self._last_learnt_cell
         if is_same_cell:
             # Only the time has changed: an error beyond scatter is the machine's pace.
-            jump = min(max(error * error - cell_uncertainty - noise, 0.0), _PACE_MAX**2)
-            self._pace += _PACE_RATE * (jump - self._pace)
+            self._observe_pace(error * error - cell_uncertainty - noise)
         self._last_learnt_cell = (i, j)
         covariance += steps * self._process_noise
         covariance[0, 0] += self._pace
         spread = covariance @ phi
         total_variance = float(phi @ spread) + cell_uncertainty + noise
-        min_change = _CHANGE_MIN if is_same_cell else _LEAP_MIN
-        is_known = is_same_cell or evidence >= _STEPS_TRUSTED
+        min_change = settings.change_min if is_same_cell else settings.leap_min
+        is_known = is_same_cell or evidence >= settings.trusted_cell_steps
         is_forgotten = is_old and not is_extrapolated and self._is_forgotten(i)
         if (is_known or is_forgotten) and abs(error) > max(
-            _DEVIATIONS * math.sqrt(total_variance), min_change
+            settings.change_deviations * math.sqrt(total_variance), min_change
         ):
             # The machine's coefficient, or that of a drafter that has not run for long.
             coefficient = 2 + int(phi[2:].argmax()) if is_forgotten else 0
             covariance[coefficient, coefficient] += error * error
             if is_known and not is_same_cell:
                 # If this repeats whenever the arm runs, the arm is the cause.
-                cell_uncertainty += (_LEAP_SHARE * error) ** 2
+                cell_uncertainty += (settings.leap_share * error) ** 2
                 evidence /= 2
             spread = covariance @ phi
             total_variance = float(phi @ spread) + cell_uncertainty + noise
         if self._is_off[i]:
             self._disagreement[j] = 0.0
-        elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_uncertainty + noise), _CHANGE_MIN):
+        elif abs(error) > max(
+            settings.change_deviations * math.sqrt(cell_uncertainty + noise), settings.change_min
+        ):
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreement[j] += abs(error)
         if is_new and self.steps > steps and not is_extrapolated:
@@ -320,43 +288,55 @@ class CostModel:
         # variances.
         covariance -= spread[:, None] * spread / total_variance
         residual = error * (1 - float(phi @ gain))
-        rate = max(cell_uncertainty / (cell_uncertainty + noise), min(1.0, _CELL_RATE_MIN * steps))
+        min_rate = min(1.0, settings.cell_rate_min * steps)
+        rate = max(cell_uncertainty / (cell_uncertainty + noise), min_rate)
         self._cell_steps[i, j] = evidence + steps
         self._cell_last_step[i, j] = self.steps
-        for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
+        self._correct_cells(i, j, rate * residual)
+
+    def _observe_pace(self, excess_variance: float) -> None:
+        """Learns the variation of the machine's pace from an error's square beyond scatter."""
+        variation = min(max(excess_variance, 0.0), self._settings.pace_variation_max**2)
+        self._pace += self._settings.pace_rate * (variation - self._pace)
+
+    def _correct_cells(self, i: int, j: int, correction: float) -> None:
+        """Adds a correction to a cell, and a share of it to its neighbours in B."""
+        is_extrapolated = self._extrapolated.item(i, j)
+        near_share = self._settings.neighbour_share
+        for k, share in ((j - 1, near_share), (j, 1.0), (j + 1, near_share)):
             if (
                 0 <= k < len(self._disagreement)
                 and self._extrapolated.item(i, k) >= is_extrapolated
             ):
-                correction = self._cell_correction.item(i, k) + rate * share * residual
-                self._cell_correction[i, k] = min(
-                    self._drift_max, max(-self._drift_max, correction)
-                )
+                corrected = self._cell_correction.item(i, k) + share * correction
+                self._cell_correction[i, k] = min(self._drift_max, max(-self._drift_max, corrected))
 
     def _evidence(self, cell: tuple[int, int]) -> float:
         """Returns a cell's evidence in steps, faded by the steps since it was updated."""
-        return self._cell_steps.item(cell) * math.exp(-self._idle(cell) / IDLE_STEPS)
+        memory_steps = self._settings.cell_idle_steps
+        return self._cell_steps.item(cell) * math.exp(-self._idle(cell) / memory_steps)
 
     def _idle(self, cell: tuple[int, int]) -> int:
         """Returns the steps since a cell was updated."""
         return self.steps - self._cell_last_step.item(cell)
 
     def _is_forgotten(self, arm: int) -> bool:
-        """Returns whether the arm's drafter has drafted, but not for STALE_STEPS."""
+        """Returns whether the arm's drafter has drafted, but not for self._settings.stale_steps."""
         last_step = self._cell_last_step[self._same_drafter_arms[arm]].max(initial=0)
-        return bool(0 < last_step <= self.steps - STALE_STEPS)
+        return bool(0 < last_step <= self.steps - self._settings.stale_steps)
 
     def _variance_growth(self, surprise: float) -> float:
         """Returns the factor on the covariance after the first steps of a cell.
 
         surprise: their squared error, over the variance that was expected.
         """
-        bounded_surprise = min(max(surprise, 0.0), _SURPRISE_MAX)
-        self._surprise += _SURPRISE_RATE * (bounded_surprise - self._surprise)
-        if bounded_surprise <= _SURPRISE_USUAL:
+        bounded_surprise = min(max(surprise, 0.0), self._settings.surprise_max)
+        self._surprise += self._settings.surprise_rate * (bounded_surprise - self._surprise)
+        if bounded_surprise <= self._settings.surprise_usual:
             return 1.0
         # The table's error exceeds its uncertainty: trust it less.
-        max_growth = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(self._covariance))
+        variance_ratio = self._covariance_start / float(np.trace(self._covariance))
+        max_growth = self._settings.doubt_growth_max * variance_ratio
         return max(1.0, min(bounded_surprise / 2, max_growth))
 
     def _variances(self) -> tuple[float, float]:
@@ -377,7 +357,7 @@ class CostModel:
             previous_correction + correction_change, -self._drift_max, self._drift_max
         )
         correction_change = self._cell_correction - previous_correction
-        self._cell_steps[np.abs(correction_change) > DISAGREEMENT_MAX] = 0.0
+        self._cell_steps[np.abs(correction_change) > self._settings.disagreement_max] = 0.0
         if self._is_off.any():
             self._disagreement += np.abs(correction_change[self._is_off]).max(axis=0)
         self._refresh()
@@ -395,12 +375,13 @@ class CostModel:
     def is_new(self, bucket: int) -> bool:
         """Returns whether fewer than two plain steps of any arm were observed in a bucket."""
         if self._bucket_is_new is None:
-            self._bucket_is_new = (self._cell_steps.sum(axis=0) < _STEPS_NEW).tolist()
+            steps = self._cell_steps.sum(axis=0)
+            self._bucket_is_new = (steps < self._settings.new_bucket_steps).tolist()
         return self._bucket_is_new[bucket]
 
     def is_known(self, cell: tuple[int, int]) -> bool:
         """Returns whether enough plain steps were observed in a cell: arm (by index) and bucket."""
-        return bool(self._cell_steps.item(cell) >= _STEPS_TRUSTED)
+        return bool(self._cell_steps.item(cell) >= self._settings.trusted_cell_steps)
 
     def drift(self) -> NDArray[np.float64]:
         """Returns [arms, buckets], the factors of live steps on the table; 1 = unchanged."""
@@ -430,6 +411,7 @@ class CostModel:
             self._disagreement.copy(),
             self._is_near,
             self._order,
+            self._settings,
             bool(self.prior),
             self._factors,
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from controller.core.cost.table import CostOrder
 from controller.core.engine_spec import Arm
+from controller.core.settings import PlannerSettings
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell's
@@ -24,19 +25,6 @@ _PRIOR_DEVIATIONS = {
 }
 # Process noise: standard deviations of the coefficients' change in one step.
 _PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
-# Without a profile, the steps of a draft length before a longer one is tried.
-_STEPS_BEFORE_LONGER = 8
-# Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
-IDLE_STEPS = 2000.0
-# Steps in a bucket after which gamma = 0 must have run in the bucket itself and not only at a
-# similar batch size, unless the current arm's gain over it is at least this ratio.
-_STEPS_SETTLED = 48
-_CLEAR_GAIN = 1.5
-# Steps after which a cell's cost is stale and may be measured again.
-STALE_STEPS = 900
-# Error of the estimates (log seconds) above which gamma = 0 must be measured again.
-DISAGREEMENT_MAX = 0.05
-_NEAR_OCTAVES = 1.0
 _Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
@@ -117,6 +105,7 @@ class CostUncertainty:
     disagreement: NDArray[np.float64]
     is_near: NDArray[np.bool_]
     order: CostOrder
+    settings: PlannerSettings
     is_unprofiled: bool
     drift: NDArray[np.float64]
 
@@ -165,18 +154,21 @@ class CostUncertainty:
 
         gain: estimated value of the current arm over that of gamma = 0, as a ratio.
         """
-        if self.disagreement.item(bucket) > DISAGREEMENT_MAX:
+        if self.disagreement.item(bucket) > self.settings.disagreement_max:
             return True
         last_steps, off_arms = self.last_steps, self.order.off_arms
         if any(last_steps.item(arm, bucket) for arm in off_arms):
             return False
-        if gain < _CLEAR_GAIN and self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
+        if (
+            gain < self.settings.clear_gain
+            and self.evidence[:, bucket].sum() >= self.settings.settled_steps
+        ):
             return True
         near_steps = last_steps[:, self.is_near[bucket]]
         return not any(np.count_nonzero(near_steps[arm]) for arm in off_arms)
 
     def stale_arms(self, bucket: int) -> NDArray[np.bool_]:
-        """Marks [arms] whose cost was last measured at least `STALE_STEPS` ago.
+        """Marks [arms] whose cost was last measured at least `self.settings.stale_steps` ago.
 
         The last step at a similar batch size counts; if there is none, the last step at any batch
         size; for an arm that never ran, the last step of any arm that drafts.
@@ -185,31 +177,33 @@ class CostUncertainty:
         last_step = np.where(nearby > 0, nearby, self.last_steps.max(axis=1))
         last_drafting_step = self.last_steps[self.order.drafting_arms].max(initial=0)
         last_step = np.where(last_step > 0, last_step, last_drafting_step)
-        is_stale: NDArray[np.bool_] = self.current_step - last_step >= STALE_STEPS
+        is_stale: NDArray[np.bool_] = self.current_step - last_step >= self.settings.stale_steps
         return is_stale
 
     def reachable_arms(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
         The next longer one is marked only if the longest has run for at least
-        `_STEPS_BEFORE_LONGER` steps.
+        `self.settings.steps_before_longer` steps.
         """
-        is_sure = self._decayed_evidence(np.array([bucket]))[:, 0] >= _STEPS_BEFORE_LONGER
+        is_sure = (
+            self._decayed_evidence(np.array([bucket]))[:, 0] >= self.settings.steps_before_longer
+        )
         return self.order.reachable_arms(self.last_steps[:, bucket] > 0, is_sure)
 
     def _decayed_evidence(self, buckets: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [arms, rows] of these buckets, the evidence faded by the steps since then."""
         idle_steps = self.current_step - self.last_steps.take(buckets, axis=1)
         evidence: NDArray[np.float64] = self.evidence.take(buckets, axis=1) * np.exp(
-            idle_steps / -IDLE_STEPS
+            idle_steps / -self.settings.cell_idle_steps
         )
         return evidence
 
 
-def near_buckets(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Returns [buckets, buckets], whether two batch sizes are within `_NEAR_OCTAVES`."""
+def near_buckets(sizes: NDArray[np.float64], near_octaves: float) -> NDArray[np.bool_]:
+    """Returns [buckets, buckets], whether two batch sizes are within so many octaves."""
     octaves = np.log2(sizes)
-    is_near: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
+    is_near: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= near_octaves
     return is_near
 
 

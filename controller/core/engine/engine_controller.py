@@ -64,15 +64,6 @@ from controller.core.step_report import NO_FLAGS, StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 
-# If a step takes more than this multiple of its expected time, its arm is not the cause.
-_WILD_STEP_FACTOR = 3.0
-# At the start and after a shift estimates change quickly: for this many reports, plans are made
-# after a share (`_UNSETTLED_PAUSE`) of the usual pause.
-_UNSETTLED_REPORTS = 30
-# The same without a profile, where all costs have to be learnt first.
-_UNSETTLED_REPORTS_COLD = 500
-_UNSETTLED_PAUSE = 0.2
-
 
 @recorded(
     "controller",
@@ -128,13 +119,14 @@ class EngineController:
             [d.name for d in spec.drafters],
             profile.catch_up_seconds_per_token if profile else 0.0,
             spec.remaining_capabilities,
+            settings,
             drafters_in_sync(spec.drafters),
         )
-        self._switch_price = SwitchPrice()
-        self._prefill_price = PrefillPrice()
-        self._loss_account = LossAccount(self.arms)
+        self._switch_price = SwitchPrice(settings)
+        self._prefill_price = PrefillPrice(settings)
+        self._loss_account = LossAccount(self.arms, settings)
         self._planner = make_planner(self.arms, self._buckets, settings)
-        self._discount_rule = DiscountRule(self.arms)
+        self._discount_rule = DiscountRule(self.arms, settings)
         # The overrides for this engine, at any batch size.
         self.overrides = overrides_for_engine(overrides, spec)
         self._set_planner_rows()
@@ -145,7 +137,7 @@ class EngineController:
         self.prediction_audit = PredictionAudit(spec, self.arms)
         self.checks = EngineChecks(spec)
         reference_context = profile.kv_tokens_per_sequence if profile else 0.0
-        self._context_by_batch = ContextByBatch(self._buckets, reference_context)
+        self._context_by_batch = ContextByBatch(self._buckets, reference_context, settings)
         self._forced_arm: Arm | None = None
         self._is_stopping = False
         self._last_step = -1
@@ -158,7 +150,9 @@ class EngineController:
         self._plan_issued_at = 0.0
         self._evaluated_at, self._reports_at_evaluation = -float("inf"), 0
         is_cold = profile is None
-        self._unsettled_until_report = _UNSETTLED_REPORTS_COLD if is_cold else _UNSETTLED_REPORTS
+        self._unsettled_until_report = (
+            settings.unsettled_reports_cold if is_cold else settings.unsettled_reports
+        )
         self.reports = 0
         self.warm_start = ""
         # The inputs of the last decision.
@@ -229,7 +223,7 @@ class EngineController:
             if report.prefill_tokens
             else 0.0
         )
-        max_plausible_seconds = _WILD_STEP_FACTOR * (
+        max_plausible_seconds = self._settings.wild_step_factor * (
             expected_seconds + prefill_seconds
         ) + self._catch_up_estimator.predict_seconds(report.drafter)
         woke_drafter = self._catch_up_estimator.observe(report, expected_seconds)
@@ -268,7 +262,7 @@ class EngineController:
 
     def _observe_traffic(self, report: StepReport, now: float) -> None:
         if self.traffic.observe(report, now):
-            unsettled_until = self.reports + _UNSETTLED_REPORTS
+            unsettled_until = self.reports + self._settings.unsettled_reports
             self._unsettled_until_report = max(self._unsettled_until_report, unsettled_until)
             # The plan was made for other traffic.
             self._evaluated_at = -float("inf")
@@ -388,8 +382,9 @@ class EngineController:
     def is_plan_due(self, now: float) -> bool:
         """Returns whether `next_plan` would make a (slow) decision at this time."""
         is_settled = self.reports > self._unsettled_until_report
-        pause_seconds = self._settings.replan_seconds * (1.0 if is_settled else _UNSETTLED_PAUSE)
-        pause_steps = self._settings.replan_steps * (1.0 if is_settled else _UNSETTLED_PAUSE)
+        pause_share = 1.0 if is_settled else self._settings.unsettled_pause
+        pause_seconds = self._settings.replan_seconds * pause_share
+        pause_steps = self._settings.replan_steps * pause_share
         is_due = (
             now - self._evaluated_at >= pause_seconds
             or self.reports - self._reports_at_evaluation >= pause_steps
@@ -447,8 +442,13 @@ class EngineController:
         if settings == self._settings:
             return
         self._settings = settings
-        for component in (self.traffic, self.mixture_estimators, self.cost_model, self.explorer):
+        for component in (
+            self.traffic, self.mixture_estimators, self.cost_model, self._context_by_batch,
+            self._catch_up_estimator, self._prefill_price, self._switch_price, self._loss_account,
+            self.explorer,
+        ):  # fmt: skip
             component.use_settings(settings)
+        self._discount_rule = DiscountRule(self.arms, settings)
         previous_planner, self._planner = (
             self._planner,
             make_planner(self.arms, self._buckets, settings),

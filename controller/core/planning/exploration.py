@@ -46,33 +46,6 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# A probe whose steps do not run is cancelled after this time, or after this many steps of other
-# arms; sooner if the batch has left its bucket.
-_PROBE_PATIENCE_SECONDS = 2.0
-_PROBE_PATIENCE_STEPS = 48
-_OTHER_BUCKET_PATIENCE_STEPS = 3
-# Probes for doubt are considered every this many reports.
-_REVIEW_EVERY_REPORTS = 12
-# Steps of gamma = 0 that settle a disagreement: the first one may include the cost of the switch.
-_OFF_CHECK_STEPS = 3
-# Steps that measure a stale cost again: the first one may include the cost of the switch.  Reports
-# between two such probes, and the smallest drift, relative to the current arm's, at which such a
-# probe starts: the most by which a profile's cost may drift.  With a smaller factor, probes of arms
-# that are really expensive would cost more than they gain.
-_REMEASURE_STEPS = 2
-_REMEASURE_EVERY_REPORTS = 50
-_REMEASURE_DRIFT = 2.0
-# Steps of probes for doubt: their share of all steps, the initial credit and its maximum.
-_PROBE_STEP_SHARE = 0.011
-_STEP_CREDIT_START = 24.0
-_STEP_CREDIT_MAX = 48.0
-# The probability that an idle drafter fits the traffic after a change.
-_IDLE_DRAFTER_FITS_PROBABILITY = 0.25
-# Initial credit without a profile, in steps.
-_COLD_CREDIT_STEPS = 0.75
-# Expected improvement over the horizon must exceed the price by this factor.
-_MIN_RETURN_FACTOR = 2.0
-
 
 @recorded(
     "running_probe",
@@ -155,12 +128,12 @@ class Explorer:
         self._settings = settings
         self._credit_seconds = settings.probe_credit_start_seconds
         # Steps that probes for doubt may take now.
-        self._step_credit = _STEP_CREDIT_START
+        self._step_credit = settings.probe_step_credit_start
         self._running_probe: _RunningProbe | None = None
         self._next_probe_id = 1
         self._reports = 0
         self._steps_at_gamma_zero = 0
-        self._observation_scheduler = ObservationScheduler(arms)
+        self._observation_scheduler = ObservationScheduler(arms, settings)
         # At gamma = 0, the share of step time that probes may cost; None before the first decision.
         self._gamma_zero_budget_share: float | None = None
         # Probes from gamma = 0; the drafters take turns.
@@ -168,7 +141,7 @@ class Explorer:
         # The report in which each drafter drafted last.
         self._last_drafted_report = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
         # The report at which the last probe of a stale cost started, and its probe id.
-        self._last_remeasured_report = -_REMEASURE_EVERY_REPORTS
+        self._last_remeasured_report = -settings.remeasure_every_reports
         self._remeasuring_probe_id = 0
         self._is_credit_scaled = False
         self._next_review_report = 0
@@ -179,6 +152,7 @@ class Explorer:
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the credit."""
         self._settings = settings
+        self._observation_scheduler = ObservationScheduler(self._arms, settings)
         self._credit_seconds = min(self._credit_seconds, settings.probe_credit_max_seconds)
 
     @property
@@ -219,7 +193,10 @@ class Explorer:
         self._reports += 1
         if report.gamma:
             self._last_drafted_report[report.drafter] = self._reports
-        self._step_credit = min(self._step_credit + _PROBE_STEP_SHARE, _STEP_CREDIT_MAX)
+        self._step_credit = min(
+            self._step_credit + self._settings.probe_step_share,
+            self._settings.probe_step_credit_max,
+        )
         self._steps_at_gamma_zero = 0 if report.gamma else self._steps_at_gamma_zero + 1
         self.total_seconds += seconds
         share = None if report.gamma else self._gamma_zero_budget_share
@@ -257,7 +234,7 @@ class Explorer:
         )
         if running_probe and (
             running_probe.steps_run >= running_probe.probe.steps
-            or running_probe.steps_missed >= _PROBE_PATIENCE_STEPS
+            or running_probe.steps_missed >= self._settings.probe_patience_steps
             or now > running_probe.deadline_seconds
         ):
             self._running_probe = None
@@ -272,14 +249,14 @@ class Explorer:
         if situation.uncertainty.is_unprofiled and not self._is_credit_scaled:
             # The settings do not depend on how long a step takes on this engine.
             self._is_credit_scaled = True
-            start_credit_seconds = _COLD_CREDIT_STEPS * float(
+            start_credit_seconds = self._settings.cold_credit_steps * float(
                 values.costs.seconds[current_arm, row]
             )
             self._credit_seconds = min(
                 start_credit_seconds, self._settings.probe_credit_max_seconds
             )
         if (arm := self._stale_arm(situation)) is not None:
-            steps = _REMEASURE_STEPS + (values.catch_up_seconds.item(arm, row) > 0)
+            steps = self._settings.remeasure_steps + (values.catch_up_seconds.item(arm, row) > 0)
             self._last_remeasured_report, self._remeasuring_probe_id = (
                 self._reports,
                 self._next_probe_id,
@@ -300,7 +277,7 @@ class Explorer:
         self._running_probe = _RunningProbe(
             probe,
             row,
-            now + _PROBE_PATIENCE_SECONDS,
+            now + self._settings.probe_patience_seconds,
             0,
             float(values.tokens_per_second[current_arm, row]) / situation.batch_size,
             situation.uncertainty.is_unprofiled,
@@ -313,7 +290,7 @@ class Explorer:
         if (
             running_probe
             and running_probe.row != row
-            and running_probe.steps_missed >= _OTHER_BUCKET_PATIENCE_STEPS
+            and running_probe.steps_missed >= self._settings.other_row_patience_steps
         ):
             self._running_probe = None
 
@@ -331,7 +308,6 @@ class Explorer:
             situation.batch_size,
             values.catch_up_price,
             situation.hazard,
-            self._settings,
             None if situation.feasible is None else situation.feasible.tolist(),
         )
         self._gamma_zero_budget_share = None if schedule is None else schedule.budget_share
@@ -343,9 +319,9 @@ class Explorer:
         """Returns the arm to probe and the number of steps, or None."""
         off_arm = self._gamma_zero_check_arm(situation)
         if off_arm is not None:
-            return off_arm, _OFF_CHECK_STEPS
+            return off_arm, self._settings.off_check_steps
         if self._reports >= self._next_review_report:
-            self._next_review_report = self._reports + _REVIEW_EVERY_REPORTS
+            self._next_review_report = self._reports + self._settings.review_every_reports
             # The first step may include a catch-up: the second one shows the cost.
             steps = max(2, self._exposure_steps(situation.batch_size))
             # Without a profile all costs are unknown, and only the lost time is limited.
@@ -404,12 +380,12 @@ class Explorer:
 
     def _stale_arm(self, situation: ProbeSituation) -> int | None:
         """Returns the arm that is not chosen only because of a stale cost, or None."""
-        if self._reports - self._last_remeasured_report < _REMEASURE_EVERY_REPORTS:
+        if self._reports - self._last_remeasured_report < self._settings.remeasure_every_reports:
             return None
         values, row, current_arm = situation.values, situation.row, situation.current_arm
         drift: list[float] = situation.uncertainty.drift[:, situation.cost_bucket].tolist()
         # The drifts of costs that are high enough to be measured again.
-        min_drift = _REMEASURE_DRIFT * drift[current_arm]
+        min_drift = self._settings.remeasure_drift * drift[current_arm]
         drifted_arms = [arm for arm, factor in enumerate(drift) if factor >= min_drift]
         if not drifted_arms:
             return None
@@ -439,7 +415,7 @@ class Explorer:
             if situation.feasible is None or situation.feasible[arm]:
                 gain = value.item(situation.current_arm, row) / value.item(arm, row)
                 is_due = situation.uncertainty.is_off_due(situation.cost_bucket, gain)
-                check_seconds = _OFF_CHECK_STEPS * seconds.item(arm, row)
+                check_seconds = self._settings.off_check_steps * seconds.item(arm, row)
                 return arm if is_due and self._credit_seconds + check_seconds >= 0 else None
         return None
 
@@ -456,7 +432,7 @@ class Explorer:
             situation.current_arm,
             only_unobserved=True,
         ).tolist()
-        best_arm, best_return = None, _MIN_RETURN_FACTOR
+        best_arm, best_return = None, self._settings.probe_return_min
         for arm in self._doubtful_arms(situation):
             deviation = math.sqrt(variances[arm])
             expected_return = self._expected_return(situation, arm, steps, deviation)
@@ -516,9 +492,9 @@ class Explorer:
         current_rate = (1 + values.expected_accepted.item(current, row)) / seconds(current, row)
         idle_reports = self._reports - self._last_drafted_report[drafter]
         change_probability = 1 - math.exp(-idle_reports / situation.horizon_steps)
-        optimistic_rate = optimistic_tokens(gamma) / seconds(arm, row)
+        optimistic_rate = optimistic_tokens(gamma, self._settings) / seconds(arm, row)
         optimistic_gain = max(optimistic_rate / current_rate - 1, 0.0)
-        return _IDLE_DRAFTER_FITS_PROBABILITY * change_probability * optimistic_gain
+        return self._settings.idle_drafter_fit_probability * change_probability * optimistic_gain
 
     def cancel(self) -> None:
         """Cancels the running probe, because the allowed or required arms have changed."""

@@ -1,13 +1,13 @@
 """Limits the loss against plain decoding to an allowance, whatever the estimates say.
 
-    debt <- max(0, debt + loss - ALLOWANCE)     after every step, in plain steps
+    debt <- max(0, debt + loss - debt_allowance_per_step)     after every step, in plain steps
     loss = (C_arm / C_off - (1 + E_arm)) + (seconds of wake-up and switch) / C_off
 
 A plain step is one at gamma = 0 at the same batch and context.  E_arm is the estimate after the
 step, minus a standard deviation while there is little evidence.  The debt is the maximum, over all
 stretches of steps that end now, of the loss beyond the allowance (a CUSUM, Page 1954), so gains
-before the stretch do not offset it.  As long as no step raises the debt above DEBT_MAX_STEPS, no n
-steps lose more than DEBT_MAX_STEPS + n * ALLOWANCE.
+before the stretch do not offset it.  As long as no step raises the debt above `debt_max_steps`,
+no n steps lose more than debt_max_steps + n * debt_allowance_per_step.
 
 Every choice that costs something before it can pay is limited by `loss_budget_steps`: probes, and
 waking a drafter.  With half of the possible debt used, gamma = 0 needs no margin over another arm.
@@ -30,24 +30,7 @@ from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import RowConstraints
 from controller.core.planning.planner import LossLimits, Values
 from controller.core.recorded_state import recorded
-
-# In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
-# to 0.98, the bound of "The safety net" (docs/measured.md), is for losses that the estimates show
-# too late.
-DEBT_MAX_STEPS = 4.0
-ALLOWANCE_PER_STEP = 0.007
-# A wake-up that costs more than DEBT_MAX_STEPS is allowed when this share of the steps since the
-# last one covers its cost.
-_WAKE_UP_SHARE = 0.002
-# It is allowed at once if the cautiously estimated gains of this many steps cover its cost.
-_WAKE_UP_PAYBACK_STEPS = 50.0
-# Drafters may be exchanged for this share of the gain of drafting over about this many steps.
-_GAIN_SHARE = 0.5
-_GAIN_STEPS = 250.0
-# The same for probes, times the probability that better traffic returns within _GAIN_STEPS.
-_RETURN_SHARE = 0.1
-# Exposures of a drafter's first position above which its estimate is used without caution.
-_TRUSTED_EXPOSURES = 200.0
+from controller.core.settings import PlannerSettings
 
 
 @recorded(
@@ -61,17 +44,22 @@ _TRUSTED_EXPOSURES = 200.0
 class LossAccount:
     """Holds the debt of one engine."""
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
         self._arms = tuple(arms)
+        self._settings = settings
         self._off_arms = [i for i, arm in enumerate(arms) if arm.gamma == 0]
         self._is_drafting = [arm.gamma > 0 for arm in arms]
         self.debt_steps = 0.0
         self._steps_since_wake_up = 0.0
         # The plain steps that drafting has gained recently.
         self._gained_steps = 0.0
-        self._debt_limit_steps = DEBT_MAX_STEPS
+        self._debt_limit_steps = self._settings.debt_max_steps
         # By arm and batch size since the last decision: steps, and seconds beyond plain ones.
         self._pending: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the debt."""
+        self._settings = settings
 
     @property
     def loss_budget_steps(self) -> float:
@@ -82,17 +70,20 @@ class LossAccount:
     def first_run_budget_steps(self) -> float:
         """Returns the same for an arm's first run, whose estimated cost may be very wrong."""
         return (
-            max(2 * DEBT_MAX_STEPS, self.loss_budget_steps)
-            if self.debt_steps < DEBT_MAX_STEPS / 4
+            max(2 * self._settings.debt_max_steps, self.loss_budget_steps)
+            if self.debt_steps < self._settings.debt_max_steps / 4
             else self.loss_budget_steps
         )
 
     def limits(self, values: Values) -> LossLimits:
         """Returns the limits on the loss of the next choice."""
         budget_steps = max(
-            self.loss_budget_steps, _WAKE_UP_SHARE * self._steps_since_wake_up - self.debt_steps
+            self.loss_budget_steps,
+            self._settings.wake_up_share * self._steps_since_wake_up - self.debt_steps,
         )
-        wake_up_steps: float | NDArray[np.float64] = budget_steps + _GAIN_SHARE * self._gained_steps
+        wake_up_steps: float | NDArray[np.float64] = (
+            budget_steps + self._settings.exchange_gain_share * self._gained_steps
+        )
         if self._off_arms and values.has_wake_up_cost:
             max_wake_up_seconds = wake_up_steps * values.plain_seconds
             wake_up_seconds = values.catch_up_seconds + values.switch_seconds
@@ -100,7 +91,7 @@ class LossAccount:
                 # The gains matter only if a wake-up costs more than may be lost anyway.
                 wake_up_steps = np.maximum(
                     wake_up_steps,
-                    _WAKE_UP_PAYBACK_STEPS * self._pessimistic_gains(values),
+                    self._settings.wake_up_payback_steps * self._pessimistic_gains(values),
                 )
         return LossLimits(wake_up_steps, self.debt_steps > self._debt_limit_steps / 2)
 
@@ -135,7 +126,7 @@ class LossAccount:
                 continue
             plain_seconds = min([seconds(i, row) for i in off_arms])
             loss_steps = extra_seconds / plain_seconds
-            if loss_steps > DEBT_MAX_STEPS:
+            if loss_steps > self._settings.debt_max_steps:
                 self._steps_since_wake_up = 0.0
             if self._is_drafting[arm]:
                 tokens = 1 + expected(arm, row)
@@ -144,21 +135,25 @@ class LossAccount:
                     tokens *= factors[arm]
                 loss_steps += steps * (seconds(arm, row) / plain_seconds - tokens)
             self._steps_since_wake_up += steps
-            decayed_gain = self._gained_steps * math.exp(-steps / _GAIN_STEPS)
+            decayed_gain = self._gained_steps * math.exp(-steps / self._settings.gain_memory_steps)
             self._gained_steps = max(0.0, decayed_gain - loss_steps)
             self.debt_steps = min(
-                max(0.0, self.debt_steps + loss_steps - steps * ALLOWANCE_PER_STEP),
+                max(
+                    0.0,
+                    self.debt_steps + loss_steps - steps * self._settings.debt_allowance_per_step,
+                ),
                 2 * self._debt_limit_steps,
             )
         self._pending.clear()
-        return_probability = 1 - math.exp(-hazard.better_shift * _GAIN_STEPS)
+        return_probability = 1 - math.exp(-hazard.better_shift * self._settings.gain_memory_steps)
         self._debt_limit_steps = (
-            DEBT_MAX_STEPS + _RETURN_SHARE * return_probability * self._gained_steps
+            self._settings.debt_max_steps
+            + self._settings.return_gain_share * return_probability * self._gained_steps
         )
 
     def _is_doubtful(self, values: Values, arm: int) -> bool:
         curve = values.traffic.last_batch.get(self._arms[arm].drafter)
-        return curve is not None and curve.exposures[0] <= _TRUSTED_EXPOSURES
+        return curve is not None and curve.exposures[0] <= self._settings.trusted_exposures
 
     def _caution_factors(self, values: Values) -> NDArray[np.float64]:
         """Returns [arms], factors of caution on the expected tokens."""

@@ -14,22 +14,6 @@ from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 
-# The conditional acceptance of better traffic: that of a drafter that fits its traffic.
-_OPTIMISTIC_ACCEPTANCE = 0.8
-# Drafts that one probe should find accepted if the traffic is better.
-_PROBE_ACCEPTED_TOKENS = 4.0
-_INTERVAL_MIN_STEPS = 4.0
-# Maximum budget, in multiples of `probe_share`, where probes have found better traffic.
-_FOUND_FACTOR_MAX = 6.0
-# Share of the steps that probes may take, however cheap, until they have found better traffic or
-# traffic shifts more often than every `_BUSY_STEPS`.
-_PROBE_STEP_SHARE = 0.015
-_COST_MIN_STEPS = 0.01
-# Traffic that shifts at least once in this many steps gets the whole budget; traffic without shifts
-# gets this share of it.
-_BUSY_STEPS = 1000.0
-_CALM_BUDGET_SHARE = 0.35
-
 
 @dataclass(frozen=True, slots=True)
 class ObservationSchedule:
@@ -55,21 +39,23 @@ def probing_share(settings: PlannerSettings, shift_probability: float) -> float:
     shift_probability: the probability of any shift in one step.
     """
     return settings.probe_share * min(
-        1.0, max(_CALM_BUDGET_SHARE, math.sqrt(_BUSY_STEPS * shift_probability))
+        1.0, max(settings.calm_budget_share, math.sqrt(settings.busy_steps * shift_probability))
     )
 
 
-def optimistic_tokens(gamma: int) -> float:
+def optimistic_tokens(gamma: int, settings: PlannerSettings) -> float:
     """Returns the tokens per step and sequence in traffic that fits the drafter."""
-    return (1 - _OPTIMISTIC_ACCEPTANCE ** (gamma + 1)) / (1 - _OPTIMISTIC_ACCEPTANCE)
+    acceptance = settings.optimistic_acceptance
+    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
 
 
 class ObservationScheduler:
-    """Computes `ObservationSchedule` from values.  One object per engine, without mutable state."""
+    """Computes `ObservationSchedule` from values.  It has no mutable state."""
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
+        self._settings = settings
         self._off_arm = next((i for i, arm in enumerate(arms) if arm.gamma == 0), None)
-        self._optimistic_tokens = [optimistic_tokens(arm.gamma) for arm in arms]
+        self._optimistic_tokens = [optimistic_tokens(arm.gamma, settings) for arm in arms]
         names = dict.fromkeys(arm.drafter for arm in arms if arm.gamma)
         self._arms_by_drafter = [
             [i for i, arm in enumerate(arms) if arm.drafter == name and arm.gamma] for name in names
@@ -82,7 +68,6 @@ class ObservationScheduler:
         batch_size: float,
         catch_up: CatchUpPrice,
         hazard: ShiftProbabilities,
-        settings: PlannerSettings,
         feasible: Sequence[bool] | None = None,
     ) -> ObservationSchedule | None:
         """Returns the schedule of a row; None if there is nothing to observe.
@@ -90,7 +75,8 @@ class ObservationScheduler:
         tokens_per_second, seconds: [arms] of the row.  batch_size: the row's.  feasible: [arms]
         that may be probed, None: all.
         """
-        off_arm, budget_share = self._off_arm, probing_share(settings, hazard.any_shift)
+        settings, off_arm = self._settings, self._off_arm
+        budget_share = probing_share(settings, hazard.any_shift)
         if off_arm is None or budget_share == 0:
             return None
         plain_seconds, plain_value = seconds[off_arm], tokens_per_second[off_arm]
@@ -99,7 +85,7 @@ class ObservationScheduler:
             prices = []
             for arm in drafter_arms:
                 if feasible is None or feasible[arm]:
-                    steps = self._probe_steps(arm, batch_size, settings)
+                    steps = self._probe_steps(arm, batch_size)
                     loss = max(1 - tokens_per_second[arm] / plain_value, 0.0)
                     prices.append((steps * loss * seconds[arm] / plain_seconds, arm, steps))
                     best_relative_value = max(
@@ -113,8 +99,8 @@ class ObservationScheduler:
             return None
         gain = best_relative_value * plain_seconds - 1
         # Each drafter observes in turn.
-        cost_steps = max(cost_steps / len(probes), _COST_MIN_STEPS)
-        found_factor = min(1 + hazard.unobserved_better_count, _FOUND_FACTOR_MAX)
+        cost_steps = max(cost_steps / len(probes), settings.look_cost_min_steps)
+        found_factor = min(1 + hazard.unobserved_better_count, settings.look_found_factor_max)
         # Probes that have repeatedly found better traffic may cost more than other probes.
         max_share = settings.probe_share * found_factor
         if hazard.unobserved_better_count:
@@ -125,20 +111,22 @@ class ObservationScheduler:
         if gain <= settings.switch_margin:
             return ObservationSchedule(tuple(probes), math.inf, budget_share)
         max_step_share = (
-            _PROBE_STEP_SHARE * found_factor * max(1.0, math.sqrt(_BUSY_STEPS * hazard.any_shift))
+            settings.look_step_share
+            * found_factor
+            * max(1.0, math.sqrt(settings.busy_steps * hazard.any_shift))
         )
         mean_steps = sum([steps for _, steps in probes]) / len(probes)
         shift_rate = max(hazard.any_shift, hazard.unobserved_better_shift)
         interval_steps = max(
             math.sqrt(2 * cost_steps / (gain * shift_rate)),
             mean_steps / max_step_share,
-            _INTERVAL_MIN_STEPS,
+            settings.look_interval_min_steps,
             (cost_steps + catch_up.cheapest_seconds / plain_seconds) / budget_share,
         )
         return ObservationSchedule(tuple(probes), interval_steps, budget_share)
 
-    def _probe_steps(self, arm: int, batch_size: float, settings: PlannerSettings) -> int:
+    def _probe_steps(self, arm: int, batch_size: float) -> int:
         """Returns the steps in which an arm should find enough accepted drafts."""
         accepted_tokens = (self._optimistic_tokens[arm] - 1) * batch_size
-        steps = math.ceil(_PROBE_ACCEPTED_TOKENS / accepted_tokens)
-        return max(1, min(steps, settings.probe_steps_max))
+        steps = math.ceil(self._settings.look_accepted_tokens / accepted_tokens)
+        return max(1, min(steps, self._settings.probe_steps_max))

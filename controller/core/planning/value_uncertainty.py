@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.planning.planner import Values
-
-# Standard deviations of pessimism: for starting speculation, and for longer drafts than those that
-# have run.
-_DEVIATIONS_TO_START = 2.5
-_DEVIATIONS_TO_EXTEND = 1.0
+from controller.core.settings import PlannerSettings
 
 
 def relative_variance(
@@ -65,7 +61,7 @@ class DiscountRule:
     longer step by step.  Arms that draft less than `current` are not discounted.
     """
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
         gammas = [arm.gamma for arm in arms]
         self._shortest_arm = gammas.index(min(gammas))
         # [current arms, arms]
@@ -79,7 +75,7 @@ class DiscountRule:
             ]
         )
         self._deviations = np.array(
-            [_DEVIATIONS_TO_EXTEND if gamma else _DEVIATIONS_TO_START for gamma in gammas]
+            [settings.extend_deviations if gamma else settings.start_deviations for gamma in gammas]
         )
 
     def discounts(

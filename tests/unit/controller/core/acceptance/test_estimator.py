@@ -73,7 +73,7 @@ def test_what_is_unknown_splits_into_what_positions_do_not_share():
     curve = estimator.curve()
     slopes, parts = np.array(curve.component_slopes()), np.array(curve.component_variances())
     # Behind what was seen all positions are drawn to the same value: they are wrong together.
-    alone = np.array(replace(curve, is_random_walk=False).component_slopes())
+    alone = np.array(replace(curve, walk_exposures=0.0).component_slopes())
     assert slopes[8, 1] > 2 * alone[8, 1]
     # By Monte Carlo: a walk drawn with the parts' variances has the deviation that they say.
     rng = np.random.default_rng(1)
@@ -253,7 +253,7 @@ def test_slopes_are_the_derivatives_of_the_log_of_the_tokens(acceptance, weight)
         return np.concatenate(([0.0], np.cumsum(np.cumprod(conditional))))
 
     assert curve.expected_accepted == pytest.approx(expected(curve.conditional))
-    slopes = np.array(replace(curve, is_random_walk=False).component_slopes())
+    slopes = np.array(replace(curve, walk_exposures=0.0).component_slopes())
     for k in range(len(acceptance)):
         moved = np.array(curve.conditional)
         moved[k] += 1e-6

@@ -17,11 +17,13 @@ from controller.core.acceptance.traffic_state import (
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 
+SETTINGS = PlannerSettings()
+
 
 def state(*means: float) -> TrafficState:
-    estimator = AcceptanceEstimator(len(means), PlannerSettings())
+    estimator = AcceptanceEstimator(len(means), SETTINGS)
     estimator.warm_start_from(means, [100.0] * len(means))
-    return TrafficState({"mtp": estimator})
+    return TrafficState({"mtp": estimator}, SETTINGS)
 
 
 def test_the_odds_are_those_of_successes_and_failures_by_position():
@@ -34,7 +36,9 @@ def test_the_odds_are_those_of_successes_and_failures_by_position():
         n, m = curve.exposures[k], own.exposures[k] + own.prior_exposures[k]
         each = successes * math.log(p / q) + failures * math.log((1 - p) / (1 - q))
         wanted += n / (n + 8) * m / (m + 8) * each
-    odds = RememberedCurves([known, current]).log_odds("mtp", reference_acceptance(own), (2, 1, 3))
+    odds = RememberedCurves([known, current], SETTINGS).log_odds(
+        "mtp", reference_acceptance(own, SETTINGS), (2, 1, 3)
+    )
     assert odds[0] == pytest.approx(wanted)
     assert abs(odds[1]) < 0.2 * abs(odds[0])
 
@@ -42,15 +46,19 @@ def test_the_odds_are_those_of_successes_and_failures_by_position():
 def test_what_every_draft_of_no_sequence_reached_says_nothing():
     known, current = state(0.8, 0.6), state(0.8, 0.1)
     own = current.estimators["mtp"].curve()
-    assert RememberedCurves([known]).log_odds(
-        "mtp", reference_acceptance(own), (4, 0, 0)
-    ) == pytest.approx(RememberedCurves([known]).log_odds("mtp", reference_acceptance(own), (4, 0)))
+    assert RememberedCurves([known], SETTINGS).log_odds(
+        "mtp", reference_acceptance(own, SETTINGS), (4, 0, 0)
+    ) == pytest.approx(
+        RememberedCurves([known], SETTINGS).log_odds(
+            "mtp", reference_acceptance(own, SETTINGS), (4, 0)
+        )
+    )
 
 
 def test_states_give_the_tokens_of_any_list_of_arms_and_the_shares_of_octaves():
     known = state(0.8, 0.6)
     known.count_octave_visit(3)
-    curves = RememberedCurves([known, state(0.5, 0.5)])
+    curves = RememberedCurves([known, state(0.5, 0.5)], SETTINGS)
     expected = known.estimators["mtp"].curve().expected_accepted
     for gammas in ((0, 1, 2), (2,), (0, 1, 2)):
         expected_tokens = curves.expected_accepted([Arm("mtp", gamma) for gamma in gammas])

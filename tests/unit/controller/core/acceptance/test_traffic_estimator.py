@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.traffic_estimator import (
-    CLASS_UNUSED_STEPS,
     MAX_CLASSES,
     TrafficEstimator,
 )
@@ -112,10 +111,10 @@ def test_a_class_that_is_unused_makes_room_and_one_in_use_does_not():
     traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(2)
     for number in range(MAX_CLASSES):
         traffic.observe(report(number + 1, {f"once-{number}": (4, 0.7)}, rng))
-    for step in range(100, CLASS_UNUSED_STEPS, 50):
+    for step in range(100, SETTINGS.class_unused_steps, 50):
         traffic.observe(report(step, {"once-0": (4, 0.9), "honest": (4, 0.2)}, rng))
     assert "honest" not in traffic.classes
-    for step in range(CLASS_UNUSED_STEPS + 2, CLASS_UNUSED_STEPS + 200):
+    for step in range(SETTINGS.class_unused_steps + 2, SETTINGS.class_unused_steps + 200):
         traffic.observe(report(step, {"once-0": (4, 0.9), "honest": (4, 0.2)}, rng))
     # The one that was unused for longest has gone; what is known about the others stays.
     assert set(traffic.classes) == {"once-0", "honest"} | {

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.traffic_estimator import TrafficEstimator
-from controller.core.acceptance.traffic_state import MAX_REMEMBERED
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
@@ -111,7 +110,7 @@ def test_no_more_than_the_most_are_remembered_and_old_ones_are_forgotten():
     engine = FedEstimator()
     for acceptance in (0.95, 0.05, 0.8, 0.2, 0.9, 0.35, 0.98, 0.1, 0.6, 0.02):
         engine.run(120, acceptance)
-    assert len(engine.traffic.state_tracker.remembered) <= MAX_REMEMBERED
+    assert len(engine.traffic.state_tracker.remembered) <= PlannerSettings().remembered_states_max
 
 
 def test_what_a_shift_is_taken_for_is_named():
@@ -146,7 +145,7 @@ def test_any_course_of_traffic_keeps_the_states_in_order(seed):
             drafter=str(rng.choice(["mtp", "dflash"])), prompt=False,
         )  # fmt: skip
         states = engine.traffic.state_tracker
-        assert len(states.remembered) <= MAX_REMEMBERED
+        assert len(states.remembered) <= PlannerSettings().remembered_states_max
         assert sum(state.probability for state in states.all_states) == pytest.approx(1.0)
         assert 0 <= engine.expected() <= 4
 

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from controller.core.cost.catch_up_cost import CatchUpEstimator
 from controller.core.engine_spec import Capabilities, DrafterSpec, Mixture, drafters_in_sync
 from controller.core.model_shapes import DrafterKind
+from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
+
+SETTINGS = PlannerSettings()
 
 
 def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=None):
@@ -19,14 +22,14 @@ def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=
 
 
 def test_an_engine_with_one_drafter_that_drafts_owes_nothing():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 50):
         assert not catch_up.observe(report(step, 3), 0.01)
     assert catch_up.seconds_by_drafter() == {"mtp": 0.0}
 
 
 def test_a_sleeping_drafter_misses_every_token_and_pays_once():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 11):
         assert not catch_up.observe(report(step, 0), 0.01)
     assert catch_up.seconds_by_drafter()["mtp"] == pytest.approx(40 * 1e-4)
@@ -36,7 +39,9 @@ def test_a_sleeping_drafter_misses_every_token_and_pays_once():
 
 
 def test_a_drafter_that_catches_up_in_its_sleep_misses_no_more_than_that():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True, catch_up_steps=5))
+    catch_up = CatchUpEstimator(
+        ["mtp"], 1e-4, Capabilities(can_sleep=True, catch_up_steps=5), SETTINGS
+    )
     owed = []
     for step in range(1, 14):
         catch_up.observe(report(step, 0), 0.01)
@@ -48,14 +53,14 @@ def test_a_drafter_that_catches_up_in_its_sleep_misses_no_more_than_that():
 
 
 def test_a_drafter_that_stays_awake_at_zero_misses_nothing():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=False))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=False), SETTINGS)
     for step in range(1, 11):
         catch_up.observe(report(step, 0), 0.01)
     assert catch_up.seconds_by_drafter()["mtp"] == 0.0
 
 
 def test_what_one_drafter_drafts_the_other_misses():
-    catch_up = CatchUpEstimator(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 6):
         catch_up.observe(report(step, 3), 0.01)
     assert catch_up.seconds_by_drafter()["mtp"] == 0.0
@@ -66,7 +71,7 @@ def test_what_one_drafter_drafts_the_other_misses():
 
 def test_drafters_that_follow_miss_only_what_is_slept_through():
     catch_up = CatchUpEstimator(
-        ["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True, drafters_follow=True)
+        ["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True, drafters_follow=True), SETTINGS
     )
     for step in range(1, 6):
         assert not catch_up.observe(report(step, 3), 0.01)
@@ -81,14 +86,14 @@ def test_drafters_that_follow_miss_only_what_is_slept_through():
 
 
 def test_no_drafter_owes_more_than_the_context_that_is_there():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 200):
         catch_up.observe(report(step, 0, kv=50), 0.01)
     assert catch_up.seconds_by_drafter()["mtp"] == pytest.approx(50 * 1e-4)
 
 
 def test_a_larger_batch_or_a_longer_context_has_more_to_read():
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 200):
         catch_up.observe(report(step, 0, batch=4, kv=80), 0.01)
     sizes, context = np.array([1.0, 4.0, 64.0]), np.array([5.0, 30.0, 10.0])
@@ -98,7 +103,7 @@ def test_a_larger_batch_or_a_longer_context_has_more_to_read():
 
 
 def test_an_expensive_waking_is_learnt_at_once_if_much_was_missed():
-    catch_up = CatchUpEstimator(["mtp"], 1e-6, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-6, Capabilities(can_sleep=True), SETTINGS)
     for step in range(1, 2001):
         catch_up.observe(report(step, 0), 0.01)
     # 8,000 tokens in 200 plain steps.
@@ -110,7 +115,7 @@ def test_an_expensive_waking_is_learnt_at_once_if_much_was_missed():
 
 @pytest.mark.parametrize("true_price", [2e-5, 5e-4])
 def test_the_price_follows_what_wakings_take(true_price):
-    catch_up, step = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True)), 0
+    catch_up, step = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS), 0
     for _ in range(500):
         for _ in range(10):
             step += 1
@@ -125,7 +130,7 @@ def test_the_price_follows_what_wakings_take(true_price):
 def test_a_pass_of_the_drafter_is_told_from_the_tokens_that_it_reads(fixed):
     """What 120 missed tokens take is not three times what 40 take."""
     catch_up, step, true_price = (
-        CatchUpEstimator(["mtp"], 2e-5, Capabilities(can_sleep=True)),
+        CatchUpEstimator(["mtp"], 2e-5, Capabilities(can_sleep=True), SETTINGS),
         0,
         2.5e-6,
     )
@@ -148,7 +153,7 @@ def test_a_pass_of_the_drafter_is_told_from_the_tokens_that_it_reads(fixed):
 
 
 def test_a_waking_that_takes_less_than_a_plain_step_makes_nothing_negative():
-    catch_up, step = CatchUpEstimator(["mtp"], 1e-5, Capabilities(can_sleep=True)), 0
+    catch_up, step = CatchUpEstimator(["mtp"], 1e-5, Capabilities(can_sleep=True), SETTINGS), 0
     for slept, seconds in ((3, 0.02), (30, 0.001), (3, 0.03), (60, 0.001)):
         for _ in range(slept):
             step += 1
@@ -161,7 +166,7 @@ def test_a_waking_that_takes_less_than_a_plain_step_makes_nothing_negative():
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(first_use=True)])
 def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
-    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up = CatchUpEstimator(["mtp"], 1e-4, Capabilities(can_sleep=True), SETTINGS)
     catch_up.observe(report(1, 0), 0.01)
     assert catch_up.observe(report(2, 3, seconds=3.0, flags=flags), 0.01)
     assert catch_up.price.seconds_per_token == pytest.approx(1e-4)
@@ -177,7 +182,7 @@ def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
 )
 @settings(max_examples=60, deadline=None)
 def test_prices_stay_finite_and_not_below_zero(steps, can_sleep):
-    catch_up = CatchUpEstimator(["a", "b"], 0.0, Capabilities(can_sleep=can_sleep))
+    catch_up = CatchUpEstimator(["a", "b"], 0.0, Capabilities(can_sleep=can_sleep), SETTINGS)
     for step, (drafter, gamma, seconds) in enumerate(steps):
         catch_up.observe(report(step, gamma, seconds, drafter=drafter), 0.01)
         assert all(0 <= value < 1e9 for value in catch_up.seconds_by_drafter().values())
@@ -191,7 +196,9 @@ def test_a_mixture_its_main_drafter_and_its_lookup_are_kept_in_step_together():
         DrafterSpec("dflash", DrafterKind.DFLASH, (3,)),
     )
     names = [spec.name for spec in specs]
-    catch_up = CatchUpEstimator(names, 1e-4, Capabilities(can_sleep=True), drafters_in_sync(specs))
+    catch_up = CatchUpEstimator(
+        names, 1e-4, Capabilities(can_sleep=True), SETTINGS, drafters_in_sync(specs)
+    )
 
     def mixture_step(step, drafter):
         catch_up.observe(report(step, 3, drafter=drafter), 0.01)

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from controller.core.cost.live_estimates import ContextByBatch
+from controller.core.settings import PlannerSettings
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def seen(*stretches, start=512.0):
     """stretches: (bucket, context, steps)."""
-    context = ContextByBatch(SIZES, start)
+    context = ContextByBatch(SIZES, start, PlannerSettings())
     for bucket, tokens, steps in stretches:
         for _ in range(steps):
             context.observe(bucket, tokens)

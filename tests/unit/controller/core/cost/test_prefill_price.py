@@ -51,7 +51,7 @@ class PromptEngine(VirtualEngine):
 
 
 def test_the_price_is_a_ratio_of_sums():
-    price = PrefillPrice()
+    price = PrefillPrice(PlannerSettings())
     assert price.predict_seconds(100) == 0
     for tokens in (100, 1000, 500):
         price.observe(tokens, 0.01 + 1e-5 * tokens, 0.01)

@@ -3,6 +3,7 @@
 import pytest
 
 from controller.core.cost.live_estimates import SwitchPrice
+from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
 
 
@@ -13,7 +14,7 @@ def report(seconds, *, switched):
 
 
 def learnt(excesses, expected=0.010):
-    price = SwitchPrice()
+    price = SwitchPrice(PlannerSettings())
     for excess in excesses:
         price.observe(expected + excess, expected)
     return price.seconds
@@ -34,7 +35,7 @@ def test_one_outlier_counts_as_two_steps_at_most():
 
 
 def test_until_the_price_is_known_a_switched_step_tells_nothing_of_its_arm():
-    price = SwitchPrice()
+    price = SwitchPrice(PlannerSettings())
     assert price.seconds_without_switch(report(0.012, switched=True)) is None
     assert price.seconds_without_switch(report(0.010, switched=False)) == 0.010
     for _ in range(20):
@@ -45,7 +46,7 @@ def test_until_the_price_is_known_a_switched_step_tells_nothing_of_its_arm():
 
 
 def test_where_every_step_is_switched_the_arms_are_learnt_with_the_switch_in_them():
-    price = SwitchPrice()
+    price = SwitchPrice(PlannerSettings())
     prices = [price.seconds_without_switch(report(0.012, switched=True)) for _ in range(10)]
     assert prices[0] is None
     assert prices[-1] == 0.012

@@ -1,0 +1,130 @@
+"""Constants of `acceptance/`: how evidence about drafts is kept, and when traffic has shifted."""
+
+from dataclasses import dataclass
+
+from controller.core.constants.setting import setting
+
+
+@dataclass(frozen=True)
+class AcceptanceConstants:
+    """How much evidence counts, and when the traffic has shifted."""
+
+    shift_exposures_min: float = setting(
+        8.0, "exposures", 0.0, 1e6, "larger: small windows raise fewer false alarms", ""
+    )
+    shift_kept_share: float = setting(
+        0.1, "share", 0.0, 1.0, "larger: more evidence from before a shift is kept", ""
+    )
+    shift_idle_exposures: float = setting(
+        0.1, "exposures", 0.0, 1e6, "larger: an idle drafter is believed more after a shift", ""
+    )
+    walk_exposures: float = setting(
+        20.0, "exposures", 1e-3, 1e9, "larger: neighbouring positions differ less", ""
+    )
+    resumed_exposures: float = setting(
+        200.0, "exposures", 0.0, 1e9, "larger: traffic that returns is believed for longer", ""
+    )
+    shift_logit: float = setting(
+        1.5, "logit", 1e-3, 20.0, "larger: only larger shifts are found over all positions", ""
+    )
+    shift_half_trust_exposures: float = setting(
+        8.0, "exposures", 0.0, 1e6, "larger: shifts are found later while evidence is little", ""
+    )
+    shift_prior_exposures: float = setting(
+        3.0, "exposures", 1e-9, 1e6, "larger: positions never reached are tested more strictly", ""
+    )
+    hazard_prior_steps: float = setting(
+        2000.0, "steps", 1.0, 1e9, "larger: shifts are expected more rarely at the start", ""
+    )
+    hazard_memory_steps: float = setting(
+        20_000.0, "steps", 1.0, 1e12, "larger: the rate of shifts follows later", ""
+    )
+    gradual_shift_steps: int = setting(
+        100, "steps", -1, 1_000_000, "larger: more shifts in one direction count as one change", ""
+    )
+    move_window_steps: int = setting(
+        12, "steps", 0, 10_000, "larger: more shifts are attributed to a change of batch size", ""
+    )
+    move_memory: float = setting(
+        100.0, "moves of the batch size", 1.0, 1e6, "larger: the share of moves follows later", ""
+    )
+    move_prior: float = setting(
+        0.02, "probability", 0.0, 1.0, "larger: moves of the batch size bring other traffic", ""
+    )
+    unobserved_detection_steps: int = setting(
+        16, "steps", -1, 10_000, "larger: more shifts count as having come at gamma = 0", ""
+    )
+    class_unused_steps: int = setting(
+        1000, "steps", 0, 1_000_000, "larger: an unused request class keeps its place longer", ""
+    )
+    rule_tolerance: float = setting(
+        0.04, "relative change", 0.0, 1.0, "larger: fewer plans because of mixtures' rules", ""
+    )
+    rule_ratio_weight: float = setting(
+        0.1, "share a step", 0.0, 1.0, "larger: a request's own ratios follow faster", ""
+    )
+    usage_weight: float = setting(
+        0.02,
+        "share a step",
+        0.0,
+        1.0,
+        "the memory of the figures that explain a mixture; no decision uses it",
+        "",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """When traffic counts as traffic that was seen before."""
+
+    remembered_states_max: int = setting(
+        5, "states", 0, 64, "larger: more kinds of traffic are recognised, at more work", ""
+    )
+    forget_state_steps: int = setting(
+        20_000, "steps", 1, 1_000_000_000, "larger: traffic is recognised after a longer time", ""
+    )
+    state_half_trust_exposures: float = setting(
+        8.0, "exposures", 0.0, 1e6, "larger: states with little evidence are recognised later", ""
+    )
+    state_acceptance_min: float = setting(
+        0.03, "probability", 1e-6, 0.5, "larger: single tokens distinguish states less", ""
+    )
+    octave_prior_visits: float = setting(
+        1.0, "visits", 1e-9, 1e6, "larger: states depend less on the batch size", ""
+    )
+    alike_divergence: float = setting(
+        0.03, "nats a sequence", 0.0, 100.0, "larger: more states are merged", ""
+    )
+    alike_total_divergence: float = setting(
+        3.0, "nats", 0.0, 1e6, "larger: states with little evidence are merged", ""
+    )
+    alike_exposures_min: float = setting(
+        16.0, "exposures", 0.0, 1e6, "larger: fewer drafters are compared before a merge", ""
+    )
+    state_sequences_max: float = setting(
+        16.0, "sequences", 1.0, 1e6, "larger: a large batch recognises a state faster", ""
+    )
+    state_log_odds_max: float = setting(
+        12.0, "nats a report", 0.0, 1e3, "larger: one report may decide more surely", ""
+    )
+    young_state_steps: int = setting(
+        15, "steps", 0, 1_000_000, "larger: short visits to new traffic are not remembered", ""
+    )
+    state_explains_probability: float = setting(
+        0.3, "probability", 0.0, 1.0, "larger: a shift more often begins a new state", ""
+    )
+    new_state_probability: float = setting(
+        0.8, "probability", 1e-6, 1.0, "larger: a new state is left later", ""
+    )
+    mistaken_reports: int = setting(
+        8, "reports", 0, 10_000, "larger: more returns to a state count as mistakes", ""
+    )
+    mistakes_max: int = setting(
+        2, "mistakes", 1, 1_000_000_000, "larger: mistaken states begin a new one later", ""
+    )
+    octave_visit_reports: int = setting(
+        12, "reports", 1, 10_000, "larger: only longer visits link a state to a batch size", ""
+    )
+    negligible_probability: float = setting(
+        0.01, "probability", 0.0, 1.0, "larger: unlikely states are left out of values sooner", ""
+    )
