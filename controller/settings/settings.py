@@ -101,9 +101,8 @@ def _unknown_field_check(
 
     def check(value: object) -> object:
         if isinstance(value, Mapping) and (unknown := sorted(set(value) - field_names)):
-            raise ValueError(
-                f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(field_names))}"
-            )
+            texts = [f"{name}{_did_you_mean_text(name, field_names)}" for name in unknown]
+            raise ValueError(f"unknown: {'; '.join(texts)}")
         return value
 
     return check
@@ -427,15 +426,13 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     ]
     if unknown:
         lines = [
-            f"unknown environment variable {name}{_did_you_mean_text(name, known_names)}"
+            f"unknown environment variable {name}{_did_you_mean_text(name.upper(), known_names)}"
             for name in unknown
         ]
         raise SettingsError("\n".join(lines))
 
 
 def _did_you_mean_text(name: str, known_names: Iterable[str]) -> str:
-    """Returns the end of an error text, which suggests similar variables."""
-    nearest = difflib.get_close_matches(
-        name.upper(), sorted(known_names), _SUGGESTIONS_MAX, cutoff=0.0
-    )
+    """Returns the end of an error text, which suggests similar names."""
+    nearest = difflib.get_close_matches(name, sorted(known_names), _SUGGESTIONS_MAX, cutoff=0.0)
     return f": did you mean {', '.join(nearest)}? (`controller config` lists all)"
