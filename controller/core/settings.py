@@ -1,6 +1,6 @@
 """Defines the settings of the decision core.
 
-Each is declared with its unit, its range, what it trades, and where its default was tuned;
+Each is declared with its unit, its range, what it trades, and how its default was found;
 docs/decision-settings.md shows them all.
 """
 
@@ -16,9 +16,10 @@ POLICIES = ("goodput", "tide", "sglang-ema")
 
 @dataclass(frozen=True)
 class PlannerSettings(ExplorationConstants, LossConstants, PaceConstants):
-    """Holds defaults that need no tuning; read docs/decisions.md before changing one.
+    """Sets the rule, the pace of plans, the budget of probes, and the windows of the estimates.
 
-    Raises ValueError for values out of range.
+    The defaults need no tuning; read docs/decisions.md before changing one.  Raises ValueError for
+    values out of range.
     """
 
     # Which rule decides: expected throughput ("goodput"), TIDE's threshold or SGLang's average.

@@ -70,7 +70,7 @@ class ExplorationConstants:
         "factor",
         1.0,
         1000.0,
-        "smaller: arms that are really dear are measured again, too",
+        "smaller: arms that are really expensive are measured again, too",
         "raised from 1.25, with which random scenarios lost to plain decoding",
     )
     probe_step_share: float = setting(
@@ -179,7 +179,7 @@ class ExplorationConstants:
     )
     calm_budget_share: float = setting(
         0.35,
-        "share of probe_share",
+        "share of `probe_share`",
         0.0,
         1.0,
         "larger: traffic without shifts is explored more",

@@ -30,7 +30,7 @@ class LossConstants:
         "share of steps",
         0.0,
         1.0,
-        "larger: wake-ups that cost more than debt_max_steps come more often",
+        "larger: wake-ups that cost more than `debt_max_steps` come more often",
         "no tuning on record: the first value",
     )
     wake_up_payback_steps: float = setting(
@@ -38,7 +38,7 @@ class LossConstants:
         "steps",
         0.0,
         1e6,
-        "larger: a dear wake-up happens at once for a smaller gain",
+        "larger: an expensive wake-up happens at once for a smaller gain",
         "no tuning on record: the first value",
     )
     exchange_gain_share: float = setting(
