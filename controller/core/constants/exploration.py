@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class ExplorationConstants:
-    """When an arm is probed, for how long, and what that may cost."""
+    """These set when an arm is probed, for how long, and what that may cost."""
 
     probe_patience_seconds: float = setting(
         2.0,

@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class LossConstants:
-    """What may be lost against plain decoding, in plain steps."""
+    """These bound what may be lost against plain decoding, in plain steps."""
 
     debt_max_steps: float = setting(
         4.0,
@@ -22,7 +22,7 @@ class LossConstants:
         "plain steps a step",
         0.0,
         1.0,
-        "larger: more may be lost in the long run",
+        "larger: more may be lost over many steps",
         "argued, together with `debt_max_steps`",
     )
     wake_up_share: float = setting(

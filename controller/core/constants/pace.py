@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class PaceConstants:
-    """How often plans are made, and how cautious they are without a profile."""
+    """These set how often plans are made, and how cautious they are without a profile."""
 
     wild_step_factor: float = setting(
         3.0,
