@@ -16,7 +16,7 @@ POLICIES = ("goodput", "tide", "sglang-ema")
 
 @dataclass(frozen=True)
 class PlannerSettings(ExplorationConstants, LossConstants, PaceConstants):
-    """Sets the rule, the pace of plans, the budget of probes, and the windows of the estimates.
+    """These set the rule, the pace of plans, the budget of probes, and the windows of estimates.
 
     The defaults need no tuning; read docs/decisions.md before changing one.  Raises ValueError for
     values out of range.
