@@ -34,6 +34,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
+	@echo "check: settings of the decision" && $(PYTHON_IN) scripts/decision_settings.py --check
 	@echo "check: API reference" && $(PYTHON_IN) scripts/api_reference.py --check
 	@echo "check: results in docs/learning.md" && $(PYTHON_IN) scripts/learning_results.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check

@@ -110,13 +110,14 @@ def _parse_constant(text: str) -> tuple[str, object]:
 
     from controller.core.settings import PlannerSettings
     from controller.recording.segments import RecordingError
+    from controller.util.suggestions import suggestion_text
 
     name, _, value = text.partition("=")
     kinds: dict[str, Any] = {field.name: field.type for field in fields(PlannerSettings)}
     if name not in kinds:
         raise RecordingError(
-            f"--planner-constant {text} is not NAME=VALUE with one of the names "
-            f"{', '.join(sorted(kinds))}"
+            f"--planner-constant {text} is not NAME=VALUE with the name of a constant: "
+            f"{suggestion_text(name, kinds)}"
         )
     try:
         return name, kinds[name](value)

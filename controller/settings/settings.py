@@ -37,6 +37,7 @@ from controller.settings.sources import (
     variable_name,
 )
 from controller.util.sockets import socket_path
+from controller.util.suggestions import suggestion_text
 from speculation.service_links import service_links
 
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
@@ -101,9 +102,8 @@ def _unknown_field_check(
 
     def check(value: object) -> object:
         if isinstance(value, Mapping) and (unknown := sorted(set(value) - field_names)):
-            raise ValueError(
-                f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(field_names))}"
-            )
+            texts = [f"{name}{_hint_text(name, field_names)}" for name in unknown]
+            raise ValueError(f"unknown: {'; '.join(texts)}")
         return value
 
     return check
@@ -326,8 +326,6 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,
     "training": TrainingSettings,
 }
-# Number of similar names that the error for an unknown one suggests.
-_SUGGESTIONS_MAX = 3
 # Not quoted in errors: a URL may contain a password.
 _SECRETS = frozenset({"otlp_endpoint", "redis_password", "redis_sentinel_password", "redis_url"})
 # Settings that need another setting.
@@ -427,15 +425,12 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     ]
     if unknown:
         lines = [
-            f"unknown environment variable {name}{_did_you_mean_text(name, known_names)}"
+            f"unknown environment variable {name}{_hint_text(name.upper(), known_names)}"
             for name in unknown
         ]
         raise SettingsError("\n".join(lines))
 
 
-def _did_you_mean_text(name: str, known_names: Iterable[str]) -> str:
-    """Returns the end of an error text, which suggests similar variables."""
-    nearest = difflib.get_close_matches(
-        name.upper(), sorted(known_names), _SUGGESTIONS_MAX, cutoff=0.0
-    )
-    return f": did you mean {', '.join(nearest)}? (`controller config` lists all)"
+def _hint_text(name: str, known_names: Iterable[str]) -> str:
+    """Returns the end of an error text about an unknown name."""
+    return f": {suggestion_text(name, known_names)} (`controller config` lists all)"

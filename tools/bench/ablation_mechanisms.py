@@ -33,8 +33,6 @@ from controller.core.cost.live_estimates import ContextByBatch, SwitchPrice
 from controller.core.cost.model import CostModel
 from controller.core.cost.table import CostOrder
 from controller.core.cost.uncertainty import CostUncertainty
-from controller.core.engine import engine_controller
-from controller.core.planning import exploration, loss_account, observation_schedule
 from controller.core.planning.exploration import Explorer
 from controller.core.planning.loss_account import LossAccount
 from controller.core.planning.planner import NO_LOSS_LIMITS, LossLimits
@@ -250,19 +248,19 @@ MECHANISMS = (
     ),
     Mechanism(
         "step share of probes", "exploration", "Probes for doubt take 1.1 % of the steps at most.",
-        patches=(Patch(exploration, "_PROBE_STEP_SHARE", _NEVER),),
+        {"probe_step_share": 1.0},
     ),
     Mechanism(
         "step share of looks", "exploration", "Looks from gamma 0 take 1.5 % of the steps at most.",
-        patches=(Patch(observation_schedule, "_PROBE_STEP_SHARE", _NEVER),),
+        {"look_step_share": 1.0},
     ),
     Mechanism(
         "calm budget", "exploration", "In calm traffic exploration has a third of its budget.",
-        patches=(Patch(observation_schedule, "_CALM_BUDGET_SHARE", 1.0),),
+        {"calm_budget_share": 1.0},
     ),
     Mechanism(
         "found factor", "exploration", "Looks that found better traffic get up to six times more.",
-        patches=(Patch(observation_schedule, "_FOUND_FACTOR_MAX", 1.0),),
+        {"look_found_factor_max": 1.0},
     ),
     Mechanism(
         "scaled credit", "exploration", "Without a profile the first credit is 0.75 steps.",
@@ -444,19 +442,19 @@ MECHANISMS = (
     ),
     Mechanism(
         "gain share", "losses", "A change of drafter may cost half of what drafting gained.",
-        patches=(Patch(loss_account, "_GAIN_SHARE", 0.0),),
+        {"exchange_gain_share": 0.0},
     ),
     Mechanism(
         "return share", "losses", "Probes may cost a tenth of the gain if traffic returns often.",
-        patches=(Patch(loss_account, "_RETURN_SHARE", 0.0),),
+        {"return_gain_share": 0.0},
     ),
     Mechanism(
         "cautious pay-back", "losses", "A wake-up that 50 steps surely recover happens at once.",
-        patches=(Patch(loss_account, "_WAKE_UP_PAYBACK_STEPS", 0.0),),
+        {"wake_up_payback_steps": 0.0},
     ),
     Mechanism(
         "rate of wake-ups", "losses", "Other wake-ups may cost 0.2 % of the steps.",
-        patches=(Patch(loss_account, "_WAKE_UP_SHARE", 0.0),),
+        {"wake_up_share": 0.0},
     ),
     Mechanism(
         "caution of the account", "losses", "With little evidence a deviation less is credited.",
@@ -468,7 +466,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "unsettled planning", "pace of plans", "Plans are made more often while costs are new.",
-        patches=(Patch(engine_controller, "_UNSETTLED_PAUSE", 1.0),),
+        {"unsettled_pause": 1.0},
     ),
     Mechanism(
         "plan at a new bucket", "pace of plans", "The first steps of a bucket make a plan at once.",

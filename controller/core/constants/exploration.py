@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class ExplorationConstants:
-    """When an arm is probed, for how long, and what that may cost."""
+    """These set when an arm is probed, for how long, and what that may cost."""
 
     probe_patience_seconds: float = setting(
         2.0,
@@ -15,7 +15,7 @@ class ExplorationConstants:
         0.0,
         3600.0,
         "larger: a probe whose steps do not run keeps others waiting for longer",
-        "reasoned: longer than any pause of a loaded engine",
+        "no tuning on record: the first value",
     )
     probe_patience_steps: int = setting(
         48,
@@ -23,7 +23,7 @@ class ExplorationConstants:
         1,
         10_000,
         "larger: a probe that other arms displace is given up later",
-        "reasoned",
+        "no tuning on record: the first value",
     )
     other_row_patience_steps: int = setting(
         3,
@@ -31,7 +31,7 @@ class ExplorationConstants:
         1,
         1000,
         "larger: a probe survives a longer visit to another batch size",
-        "standard suite, load",
+        "no tuning on record: the first value",
     )
     review_every_reports: int = setting(
         12,
@@ -39,7 +39,7 @@ class ExplorationConstants:
         1,
         10_000,
         "larger: doubts are weighed less often, at less work",
-        "standard suite",
+        "raised from 8 to make plans cheaper; no figures on record",
     )
     off_check_steps: int = setting(
         3,
@@ -47,7 +47,7 @@ class ExplorationConstants:
         1,
         100,
         "larger: a check of gamma = 0 is surer and costs more",
-        "reasoned: the first step may include the cost of the switch",
+        "argued: the first of three steps may include the cost of the switch",
     )
     remeasure_steps: int = setting(
         2,
@@ -55,7 +55,7 @@ class ExplorationConstants:
         1,
         100,
         "larger: a stale cost is measured better at a higher price",
-        "reasoned: the first step may include the cost of the switch",
+        "argued: the first of two steps may include the cost of the switch",
     )
     remeasure_every_reports: int = setting(
         50,
@@ -63,15 +63,15 @@ class ExplorationConstants:
         1,
         1_000_000,
         "larger: stale costs are corrected later",
-        "standard suite, wrong profiles",
+        "no tuning on record: the first value",
     )
     remeasure_drift: float = setting(
         2.0,
         "factor",
         1.0,
         1000.0,
-        "smaller: arms that are really dear are measured again, too",
-        "the most that a profiled cost may drift",
+        "smaller: arms that are really expensive are measured again, too",
+        "raised from 1.25, with which random scenarios lost to plain decoding",
     )
     probe_step_share: float = setting(
         0.011,
@@ -79,7 +79,7 @@ class ExplorationConstants:
         0.0,
         1.0,
         "larger: more probes for doubt, even if they lose nothing",
-        "standard suite, stationary cells",
+        "no tuning on record: the first value",
     )
     probe_step_credit_start: float = setting(
         24.0,
@@ -87,7 +87,7 @@ class ExplorationConstants:
         0.0,
         1e6,
         "larger: more probes for doubt at the start",
-        "standard suite",
+        "no tuning on record: the first value",
     )
     probe_step_credit_max: float = setting(
         48.0,
@@ -95,7 +95,7 @@ class ExplorationConstants:
         0.0,
         1e6,
         "larger: more probes for doubt after a calm time",
-        "standard suite",
+        "no tuning on record: the first value",
     )
     idle_drafter_fit_probability: float = setting(
         0.25,
@@ -103,7 +103,7 @@ class ExplorationConstants:
         0.0,
         1.0,
         "larger: idle drafters are tried more often",
-        "standard suite, recurring drafters",
+        "no tuning on record: the first value",
     )
     cold_credit_steps: float = setting(
         0.75,
@@ -111,7 +111,7 @@ class ExplorationConstants:
         0.0,
         1e6,
         "larger: more may be lost to probes before costs are known",
-        "standard suite, no profile",
+        "no tuning on record: the first value",
     )
     probe_return_min: float = setting(
         2.0,
@@ -119,7 +119,7 @@ class ExplorationConstants:
         0.0,
         1e6,
         "larger: only surer probes for doubt run",
-        "standard suite",
+        "no tuning on record: the first value",
     )
     optimistic_acceptance: float = setting(
         0.8,
@@ -127,7 +127,7 @@ class ExplorationConstants:
         0.0,
         0.999,
         "larger: more is expected of better traffic, so it is looked for more often",
-        "acceptance of published drafters on traffic that suits them",
+        "argued: the acceptance of a drafter that fits its traffic",
     )
     look_accepted_tokens: float = setting(
         4.0,
@@ -135,7 +135,7 @@ class ExplorationConstants:
         0.0,
         1000.0,
         "larger: a probe from gamma = 0 is longer and surer",
-        "standard suite, collapse",
+        "no tuning on record: the first value",
     )
     look_interval_min_steps: float = setting(
         4.0,
@@ -143,7 +143,7 @@ class ExplorationConstants:
         1.0,
         1e6,
         "larger: probes from gamma = 0 are further apart at least",
-        "reasoned",
+        "lowered from 8; no figures on record",
     )
     look_found_factor_max: float = setting(
         6.0,
@@ -151,7 +151,7 @@ class ExplorationConstants:
         1.0,
         1000.0,
         "larger: more looks where they have found better traffic again and again",
-        "standard suite, recurring traffic",
+        "no tuning on record: the first value",
     )
     look_step_share: float = setting(
         0.015,
@@ -159,7 +159,7 @@ class ExplorationConstants:
         0.0,
         1.0,
         "larger: more looks in calm traffic, even if they cost nothing",
-        "standard suite, stationary cells",
+        "argued: on some cost tables looks came every 12 steps without it",
     )
     look_cost_min_steps: float = setting(
         0.01,
@@ -167,7 +167,7 @@ class ExplorationConstants:
         1e-9,
         1000.0,
         "larger: looks that seem free are further apart",
-        "reasoned: keeps the interval finite",
+        "no tuning on record: the first value",
     )
     busy_steps: float = setting(
         1000.0,
@@ -175,13 +175,13 @@ class ExplorationConstants:
         1.0,
         1e9,
         "larger: traffic that shifts more rarely still has the whole budget",
-        "standard suite",
+        "no tuning on record: the first value",
     )
     calm_budget_share: float = setting(
         0.35,
-        "share of probe_share",
+        "share of `probe_share`",
         0.0,
         1.0,
         "larger: traffic without shifts is explored more",
-        "standard suite, stationary cells",
+        "no tuning on record: the first value",
     )

@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class LossConstants:
-    """What may be lost against plain decoding, in plain steps."""
+    """These bound what may be lost against plain decoding, in plain steps."""
 
     debt_max_steps: float = setting(
         4.0,
@@ -15,31 +15,31 @@ class LossConstants:
         0.0,
         1000.0,
         "larger: probes and wake-ups start sooner; the worst stretch loses more",
-        "safety bench: with the allowance, 7.5 in 500 steps, 0.985 of plain decoding",
+        "argued: with the allowance 7.5 in 500 steps, 0.985 of plain decoding (bar: 0.98)",
     )
     debt_allowance_per_step: float = setting(
         0.007,
         "plain steps a step",
         0.0,
         1.0,
-        "larger: more may be lost in the long run",
-        "safety bench, as debt_max_steps",
+        "larger: more may be lost over many steps",
+        "argued, together with `debt_max_steps`",
     )
     wake_up_share: float = setting(
         0.002,
         "share of steps",
         0.0,
         1.0,
-        "larger: wake-ups that cost more than debt_max_steps come more often",
-        "safety bench",
+        "larger: wake-ups that cost more than `debt_max_steps` come more often",
+        "no tuning on record: the first value",
     )
     wake_up_payback_steps: float = setting(
         50.0,
         "steps",
         0.0,
         1e6,
-        "larger: a dear wake-up happens at once for a smaller gain",
-        "safety bench",
+        "larger: an expensive wake-up happens at once for a smaller gain",
+        "no tuning on record: the first value",
     )
     exchange_gain_share: float = setting(
         0.5,
@@ -47,7 +47,7 @@ class LossConstants:
         0.0,
         1.0,
         "larger: drafters are exchanged more freely while drafting gains",
-        "standard suite, several drafters",
+        "no tuning on record: the first value",
     )
     gain_memory_steps: float = setting(
         250.0,
@@ -55,7 +55,7 @@ class LossConstants:
         1.0,
         1e6,
         "larger: an older gain still pays for an exchange of drafters",
-        "half of the window of the safety bench",
+        "no tuning on record: the first value",
     )
     return_gain_share: float = setting(
         0.1,
@@ -63,7 +63,7 @@ class LossConstants:
         0.0,
         1.0,
         "larger: probes from gamma = 0 may cost more where better traffic returns often",
-        "standard suite, traffic that collapses",
+        "no tuning on record: the first value",
     )
     trusted_exposures: float = setting(
         200.0,
@@ -71,5 +71,5 @@ class LossConstants:
         0.0,
         1e6,
         "larger: the account is cautious about a drafter for longer",
-        "safety bench",
+        "no tuning on record: the first value",
     )

@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class PaceConstants:
-    """How often plans are made, and how cautious they are without a profile."""
+    """These set how often plans are made, and how cautious they are without a profile."""
 
     wild_step_factor: float = setting(
         3.0,
@@ -15,7 +15,7 @@ class PaceConstants:
         1.0,
         1000.0,
         "larger: a slow step is charged to its arm in full for longer",
-        "reasoned: no arm takes three times its estimate",
+        "no tuning on record: the first value",
     )
     unsettled_reports: int = setting(
         30,
@@ -23,7 +23,7 @@ class PaceConstants:
         0,
         1_000_000,
         "larger: plans follow each other quickly for longer after a shift",
-        "standard suite, shifting traffic",
+        "no tuning on record: the first value",
     )
     unsettled_reports_cold: int = setting(
         500,
@@ -31,7 +31,7 @@ class PaceConstants:
         0,
         1_000_000,
         "the same at the start without a profile",
-        "standard suite, no profile",
+        "argued: the 500 steps that `simulate --suite cold-start` shows",
     )
     unsettled_pause: float = setting(
         0.2,
@@ -39,7 +39,7 @@ class PaceConstants:
         0.0,
         1.0,
         "smaller: plans follow each other more quickly while estimates change",
-        "standard suite",
+        "no tuning on record: the first value",
     )
     start_deviations: float = setting(
         2.5,
@@ -47,7 +47,7 @@ class PaceConstants:
         0.0,
         100.0,
         "larger: without a profile speculation starts later and more safely",
-        "safety bench, no profile",
+        "no tuning on record: the first value",
     )
     extend_deviations: float = setting(
         1.0,
@@ -55,5 +55,5 @@ class PaceConstants:
         0.0,
         100.0,
         "larger: without a profile drafts get longer more slowly",
-        "safety bench, no profile",
+        "no tuning on record: the first value",
     )

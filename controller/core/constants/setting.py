@@ -1,4 +1,4 @@
-"""Declares a setting: its default, unit and range, what it trades, and where it was tuned."""
+"""Declares a setting: its default, unit and range, what it trades, and how it was found."""
 
 import math
 from dataclasses import Field, dataclass, field, fields

@@ -136,18 +136,18 @@ def history(name: str, case: str | int, steps: int) -> list[object]:
     return policy.history
 
 
-def decided_core() -> EngineController:
+def decided_core(settings: PlannerSettings) -> EngineController:
     """A controller after a few steps of BY_BATCH."""
     scenario = scenario_of(BY_BATCH)
-    policy = WatchedPolicy(scenario, PlannerSettings(), 40)
+    policy = WatchedPolicy(scenario, settings, 40)
     with pytest.raises(StoppedError):
         simulate(scenario.workload(0), scenario.surface, policy, scenario.options, 0)
     return policy._core
 
 
-def measured_purpose() -> str:
+def measured_purpose(settings: PlannerSettings) -> str:
     """The probe of an arm that looks expensive and was not measured for long."""
-    core = decided_core()
+    core = decided_core(settings)
     values = core.decision.values
     known = core.decision.estimates.uncertainty
     drift = np.ones_like(known.drift)
@@ -164,28 +164,28 @@ def measured_purpose() -> str:
     return core.explorer.purpose
 
 
-def looking_budget() -> float:
+def looking_budget(settings: PlannerSettings) -> float:
     """The share of time for looks after they have found better traffic five times."""
-    scheduler = ObservationScheduler((Arm("a", 0), Arm("a", 1)))
+    scheduler = ObservationScheduler((Arm("a", 0), Arm("a", 1)), settings)
     schedule = scheduler.schedule(
         [100.0, 90.0], [0.01, 0.012], 4, CatchUpPrice(0.0, 0.0),
-        ShiftProbabilities(0.001, 0.001, 0.001, 5.0), PlannerSettings(),
+        ShiftProbabilities(0.001, 0.001, 0.001, 5.0),
     )  # fmt: skip
     assert schedule is not None
     return schedule.budget_share
 
 
-def wake_up_budget() -> float:
+def wake_up_budget(settings: PlannerSettings) -> float:
     """The plain steps for a wake-up, long after the last one."""
-    core = decided_core()
+    core = decided_core(settings)
     core._loss_account._steps_since_wake_up = 50_000.0
     return float(np.max(core._loss_account.limits(core.decision.values).wake_up_steps))
 
 
-def costs_after_a_leap() -> list[float]:
+def costs_after_a_leap(settings: PlannerSettings) -> list[float]:
     """The factors on the costs after a known cell takes 1.4 times as long as before."""
     arms = (Arm("a", 0), Arm("a", 1))
-    cost_model = CostModel(arms, (1, 2), None, PlannerSettings())
+    cost_model = CostModel(arms, (1, 2), None, settings)
     for arm, factor in [(0, 1.0)] * 40 + [(1, 1.0)] * 40 + [(0, 1.0)] * 10 + [(1, 1.4)] * 8:
         seconds = 0.02 * (1 + 0.2 * arm)
         predicted_seconds = cost_model.predict(arm, 1, 100)
@@ -206,9 +206,9 @@ SHOWN_BY = {
 
 @pytest.mark.parametrize("name", SHOWN_BY)
 def test_switching_it_off_changes_what_is_rare(name: str) -> None:
-    with BY_NAME[name].switched_off():
-        off = SHOWN_BY[name]()
-    assert off != SHOWN_BY[name]()
+    with BY_NAME[name].switched_off() as settings:
+        off = SHOWN_BY[name](settings)
+    assert off != SHOWN_BY[name](PlannerSettings())
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in SHOWN_BY])

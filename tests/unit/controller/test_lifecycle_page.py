@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from controller.core.training.selective_training import TrainingSettings
 from controller.service.views.readiness import SERVICES, STORE
 from controller.settings.settings import GROUPS, RELOADED, Settings
 from controller.settings.sources import variable_name
@@ -39,11 +40,14 @@ def test_the_page_has_every_setting_as_it_is():
     assert setting_lines == wanted, "it should be\n" + "\n".join(wanted)
 
 
-def test_the_page_has_every_constant_with_its_default():
+def test_the_page_has_every_constant_of_training_with_its_default():
     unwrapped_page = " ".join(PAGE.split())
-    for group, kind in GROUPS.items():
-        for constant in dataclasses.fields(kind):
-            assert f"`{group}.{constant.name}` {shown(constant.default)}" in unwrapped_page
+    for constant in dataclasses.fields(TrainingSettings):
+        assert f"`training.{constant.name}` {shown(constant.default)}" in unwrapped_page
+
+
+def test_the_page_links_to_the_constants_of_the_decision():
+    assert "](decision-settings.md)" in PAGE
 
 
 def test_the_page_names_every_service_of_the_health_checks():

@@ -106,7 +106,11 @@ def test_a_forged_plan_ends_with_1_and_is_shown(recorded: Recorded, tmp_path: Pa
         ((), "has recordings of several engines: name one of odd, pod-7"),
         (("--engine", "pod-8"), "has no recording of engine 'pod-8'"),
         (("--engine", "odd", "--policy", "best"), "policy must be one of"),
-        (("--engine", "odd", "--planner-constant", "speed=1"), "with one of the names"),
+        (
+            ("--engine", "odd", "--planner-constant", "busy_step=1"),
+            "the name of a constant: did you mean busy_steps, ",
+        ),
+        (("--engine", "odd", "--planner-constant", "busy_steps=0"), "busy_steps must be in [1, "),
         (("--engine", "odd", "--planner-constant", "fast_steps=x"), "could not convert"),
         (("--engine", "odd", "--profile", "/nowhere"), "/nowhere"),
     ],

@@ -1,6 +1,8 @@
 """Deciding again: the same bit for bit from every kind of input, and what would be otherwise."""
 
+import json
 from dataclasses import replace
+from inspect import get_annotations
 from itertools import count
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from controller.core.acceptance.warm_start import AcceptanceSnapshot
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Arm, Capability, Fingerprint, LostCapability
 from controller.core.planning.overrides import Rule
-from controller.core.settings import POLICIES
+from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.training.selective_training import TrainingResult
 from controller.recording import recorder as recorder_module
 from controller.recording import segments as ring_module
@@ -283,6 +285,19 @@ def test_what_made_it_is_compared_with_what_decides_again(recorded: Path):
     rewritten(recorded, forge)
     [(name, there, _)] = replay(find_recording(recorded)).strange
     assert (name, there) == ("numpy", "1.0")
+
+
+def test_constants_that_an_older_recording_lacks_have_their_defaults(recorded: Path):
+    def forge(index: int, record: record_pb2.Record) -> None:
+        if not index:
+            planner = json.loads(record.opening.planner_json)
+            older = {name: planner[name] for name in get_annotations(PlannerSettings)}
+            assert len(older) < len(planner)
+            record.opening.planner_json = json.dumps(older)
+
+    rewritten(recorded, forge)
+    verdict = replay(find_recording(recorded))
+    assert (verdict.first, verdict.is_same) == (None, True)
 
 
 def test_events_come_back_as_they_went(tmp_path: Path):

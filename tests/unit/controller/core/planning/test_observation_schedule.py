@@ -23,8 +23,8 @@ def schedule(
     """Drafting costs `penalty` of a plain step's value; a better day would gain much."""
     seconds = [0.01, 0.011, 0.013]
     value = [batch_size / 0.01 * share for share in (1.0, 1 - penalty, 1 - 2 * penalty)]
-    return ObservationScheduler(ARMS).schedule(
-        value, seconds, batch_size, catch_up, hazard, settings, feasible
+    return ObservationScheduler(ARMS, settings).schedule(
+        value, seconds, batch_size, catch_up, hazard, feasible
     )
 
 
@@ -68,8 +68,8 @@ def test_cheap_looks_take_few_steps_too_until_they_have_found_something():
 
 
 def test_where_a_good_day_would_not_pay_nothing_looks():
-    plan = ObservationScheduler(ARMS).schedule(
-        [100.0, 20.0, 11.0], [0.01, 0.05, 0.09], 1.0, FREE, CALM, SETTINGS
+    plan = ObservationScheduler(ARMS, SETTINGS).schedule(
+        [100.0, 20.0, 11.0], [0.01, 0.05, 0.09], 1.0, FREE, CALM
     )
     assert plan is not None
     assert math.isinf(plan.interval_steps)
@@ -91,15 +91,15 @@ def test_only_an_arm_that_may_run_looks():
 def test_drafters_take_turns_and_share_the_price():
     arms = [*ARMS, Arm("lookup", 2)]
     values, seconds = [100.0, 98.0, 96.0, 90.0], [0.01, 0.011, 0.013, 0.01]
-    both = ObservationScheduler(arms).schedule(values, seconds, 1.0, FREE, CALM, SETTINGS)
+    both = ObservationScheduler(arms, SETTINGS).schedule(values, seconds, 1.0, FREE, CALM)
     assert both is not None
     assert [arm for arm, _ in both.probes] == [1, 3]
 
 
 def test_nothing_to_watch_without_an_off_or_without_a_drafter():
     for arms in ([Arm("mtp", 3)], [Arm("mtp", 0)]):
-        scheduler = ObservationScheduler(arms)
-        assert scheduler.schedule([100.0], [0.01], 1.0, FREE, CALM, SETTINGS) is None
+        scheduler = ObservationScheduler(arms, SETTINGS)
+        assert scheduler.schedule([100.0], [0.01], 1.0, FREE, CALM) is None
 
 
 def test_with_probing_off_plain_decoding_is_taken_as_final():

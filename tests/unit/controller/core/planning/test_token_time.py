@@ -133,9 +133,9 @@ def looked_by(ms: Any, bound: TokenTimeBound | None) -> tuple[int, float]:
     ours = planner(bound, settings=looking)
     assert ours.update(row_values) == [0]
     may = ours.probe_candidates(row_values, 0, looking.probe_share)
-    schedule = ObservationScheduler(ARMS).schedule(
+    schedule = ObservationScheduler(ARMS, looking).schedule(
         row_values.tokens_per_second[:, 0].tolist(), row_values.costs.seconds[:, 0].tolist(), BATCH,
-        CatchUpPrice(0.0, 0.0), RESTLESS, looking, None if may is None else may.tolist(),
+        CatchUpPrice(0.0, 0.0), RESTLESS, None if may is None else may.tolist(),
     )  # fmt: skip
     assert schedule is not None
     return schedule.probes[0][0], schedule.interval_steps
