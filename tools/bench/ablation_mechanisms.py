@@ -21,13 +21,12 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance import estimator, shifts, traffic_state_tracker
+from controller.core.acceptance import traffic_state_tracker
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.shifts import LARGE_SHIFT, MODERATE_SHIFT, HazardEstimator
 from controller.core.acceptance.traffic_estimator import TrafficEstimator
 from controller.core.acceptance.traffic_state import OCTAVES, TrafficState
 from controller.core.acceptance.traffic_state_tracker import TrafficStateTracker
-from controller.core.cost import model, uncertainty
 from controller.core.cost.catch_up_cost import CatchUpEstimator
 from controller.core.cost.live_estimates import ContextByBatch, SwitchPrice
 from controller.core.cost.model import CostModel
@@ -153,8 +152,8 @@ def _return_shift_probability(hazard: HazardEstimator) -> float:
     return hazard.shift_probability
 
 
-def _return_prior_probability(_: HazardEstimator) -> float:
-    return 1 / shifts._PRIOR_STEPS
+def _return_prior_probability(hazard: HazardEstimator) -> float:
+    return 1 / hazard._settings.hazard_prior_steps
 
 
 def _restart_state(tracker: TrafficStateTracker, running_drafter: str, _: float) -> None:
@@ -212,8 +211,9 @@ def _without_walk(compute_curve: Callable[..., Any]) -> Callable[..., Any]:
         curve, conditional = compute_curve(acceptance, prior)
         expected_accepted = [0.0, *np.cumsum(np.cumprod(conditional)).tolist()]
         weights = [settings.prior_exposures] * positions
-        curve = AcceptanceCurve(conditional, curve.exposures, expected_accepted, weights, False)
-        return curve, conditional
+        return AcceptanceCurve(
+            conditional, curve.exposures, expected_accepted, weights
+        ), conditional
 
     return compute
 
@@ -306,7 +306,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "gradual changes", "shifts", "Shifts in one direction within 100 steps count as one.",
-        patches=(Patch(shifts, "_ONE_CHANGE_STEPS", -1),),
+        settings={"gradual_shift_steps": -1},
     ),
     Mechanism(
         "shifts on moves", "shifts", "A move of the batch size has its own chance of a shift.",
@@ -318,7 +318,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "unobserved better shifts", "shifts", "Better traffic found at gamma 0 is counted.",
-        patches=(Patch(shifts, "_UNOBSERVED_DETECTION_STEPS", -1),),
+        settings={"unobserved_detection_steps": -1},
     ),
     Mechanism(
         "rate of shifts", "shifts", "How often the traffic shifts is learnt.",
@@ -338,7 +338,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "mistake rule", "memory", "Two states left soon in a row are new traffic.",
-        patches=(Patch(traffic_state_tracker, "_MAX_MISTAKES", _NEVER),),
+        settings={"mistakes_max": 1_000_000_000},
     ),
     Mechanism(
         "walk over positions", "acceptance", "A position is shrunk towards its predecessor.",
@@ -346,7 +346,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "smooth walk", "acceptance", "Neighbouring positions may differ (off: they hardly do).",
-        patches=(Patch(estimator, "_WALK_EXPOSURES", _NEVER),),
+        settings={"walk_exposures": _NEVER},
     ),
     Mechanism(
         "idle fading", "acceptance", "A position that is not observed loses evidence.",
@@ -377,7 +377,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "neighbours' share", "cost", "A cell's error moves its neighbours by half.",
-        patches=(Patch(model, "_NEIGHBOUR_SHARE", 0.0),),
+        settings={"neighbour_share": 0.0},
     ),
     Mechanism(
         "same cell is pace", "cost", "If one cell's time changes, that is the machine's pace.",
@@ -385,11 +385,11 @@ MECHANISMS = (
     ),
     Mechanism(
         "pace variation", "cost", "How much the machine's pace varies is learnt.",
-        patches=(Patch(model, "_PACE_RATE", 0.0),),
+        settings={"pace_rate": 0.0},
     ),
     Mechanism(
         "leaps", "cost", "After a change of cell a large error is pace; a stale cell begins again.",
-        patches=(Patch(model, "_LEAP_MIN", _NEVER),),
+        settings={"leap_min": _NEVER},
     ),
     Mechanism(
         "surprise", "cost", "Errors on first visits raise the variance of the coefficients.",
@@ -401,14 +401,11 @@ MECHANISMS = (
     ),
     Mechanism(
         "disagreement", "cost", "Estimates that disagree make a check of gamma 0 due.",
-        patches=(Patch(uncertainty, "DISAGREEMENT_MAX", _NEVER),),
+        settings={"disagreement_max": 10.0},
     ),
     Mechanism(
         "fading of cells", "cost", "A cell that does not run loses its evidence.",
-        patches=(
-            Patch(model, "IDLE_STEPS", 1e12),
-            Patch(uncertainty, "IDLE_STEPS", 1e12),
-        ),
+        settings={"cell_idle_steps": 1e12},
     ),
     Mechanism(
         "context by batch size", "cost", "Each batch size has its own mean context.",
