@@ -15,7 +15,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: the variation of the machine's pace is learnt faster",
-        "",
+        "no tuning on record: the first value",
     )
     pace_variation_max: float = setting(
         0.3,
@@ -23,7 +23,7 @@ class CostConstants:
         0.0,
         10.0,
         "larger: a slow minute is more easily taken for the machine's pace",
-        "",
+        "no tuning on record: the first value",
     )
     kv_rate: float = setting(
         0.05,
@@ -31,7 +31,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: learnt costs are ordered at a more recent context",
-        "",
+        "no tuning on record: the first value",
     )
     neighbour_share: float = setting(
         0.5,
@@ -39,7 +39,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: a cell's error moves the batch sizes beside it further",
-        "",
+        "no tuning on record: the first value",
     )
     extrapolated_deviation: float = setting(
         0.3,
@@ -47,7 +47,7 @@ class CostConstants:
         0.0,
         10.0,
         "larger: steps outside of the profile correct their cells faster",
-        "",
+        "no tuning on record: the first value",
     )
     change_deviations: float = setting(
         3.0,
@@ -55,7 +55,7 @@ class CostConstants:
         0.0,
         100.0,
         "larger: an error counts as noise, not as a change, for longer",
-        "",
+        "no tuning on record: the first value",
     )
     change_min: float = setting(
         0.1,
@@ -63,7 +63,7 @@ class CostConstants:
         0.0,
         10.0,
         "larger: the same, as the least error of a change",
-        "",
+        "no tuning on record: the first value",
     )
     leap_min: float = setting(
         0.3,
@@ -71,7 +71,7 @@ class CostConstants:
         0.0,
         1e9,
         "larger: after a change of cell only larger errors are taken for pace",
-        "",
+        "no tuning on record: the first value",
     )
     leap_share: float = setting(
         0.2,
@@ -79,7 +79,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: a leap moves the cell itself further",
-        "",
+        "no tuning on record: the first value",
     )
     trusted_cell_steps: int = setting(
         4,
@@ -87,7 +87,7 @@ class CostConstants:
         1,
         10_000,
         "larger: a cell needs more steps until single outliers are left out",
-        "",
+        "no tuning on record: the first value",
     )
     new_bucket_steps: int = setting(
         2,
@@ -95,7 +95,7 @@ class CostConstants:
         0,
         10_000,
         "larger: more steps at a new batch size make a plan at once",
-        "",
+        "no tuning on record: the first value",
     )
     steps_per_update: int = setting(
         8,
@@ -103,7 +103,7 @@ class CostConstants:
         1,
         10_000,
         "larger: less work for a cell that keeps running, and later corrections",
-        "",
+        "no tuning on record: the first value",
     )
     known_cell_steps: int = setting(
         32,
@@ -111,7 +111,7 @@ class CostConstants:
         1,
         10_000,
         "larger: a cell is updated at every decision for longer",
-        "",
+        "no tuning on record: the first value",
     )
     cell_rate_min: float = setting(
         0.01,
@@ -119,7 +119,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: a well-known cell follows its newest steps faster",
-        "",
+        "no tuning on record: the first value",
     )
     scatter_start: float = setting(
         0.05,
@@ -127,7 +127,7 @@ class CostConstants:
         0.0,
         10.0,
         "the scatter of steps before any is known",
-        "",
+        "no tuning on record: the first value",
     )
     scatter_min: float = setting(
         0.01,
@@ -135,7 +135,7 @@ class CostConstants:
         0.0,
         10.0,
         "larger: quiet machines are learnt more slowly",
-        "",
+        "no tuning on record: the first value",
     )
     scatter_rate: float = setting(
         0.02,
@@ -143,7 +143,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: the scatter follows newer steps",
-        "",
+        "no tuning on record: the first value",
     )
     outlier_deviations: float = setting(
         6.0,
@@ -151,7 +151,7 @@ class CostConstants:
         0.0,
         1e6,
         "larger: fewer steps are outliers",
-        "",
+        "no tuning on record: the first value",
     )
     outlier_min: float = setting(
         0.4,
@@ -159,7 +159,7 @@ class CostConstants:
         0.0,
         100.0,
         "larger: a slower step is believed at once (0.4: 1.5 times the estimate)",
-        "",
+        "no tuning on record: the first value",
     )
     outliers_accepted: int = setting(
         6,
@@ -167,7 +167,7 @@ class CostConstants:
         1,
         10_000,
         "larger: a real change is believed later",
-        "",
+        "no tuning on record: the first value",
     )
     speedup_max: float = setting(
         1.8,
@@ -175,7 +175,7 @@ class CostConstants:
         0.0,
         100.0,
         "larger: a faster step is believed at once (1.8: a sixth of the estimate)",
-        "",
+        "lowered from 3: one step in a sixteenth of its time kept drafting off for 800 steps",
     )
     surprise_rate: float = setting(
         0.2,
@@ -183,7 +183,7 @@ class CostConstants:
         0.0,
         1.0,
         "larger: cells that have not run become uncertain sooner after errors elsewhere",
-        "",
+        "no tuning on record: the first value",
     )
     surprise_max: float = setting(
         100.0,
@@ -191,7 +191,7 @@ class CostConstants:
         1.0,
         1e9,
         "larger: one error makes more cells uncertain",
-        "",
+        "no tuning on record: the first value",
     )
     surprise_usual: float = setting(
         4.0,
@@ -199,7 +199,7 @@ class CostConstants:
         0.0,
         1e9,
         "larger: only larger errors raise the doubt",
-        "",
+        "no tuning on record: the first value",
     )
     doubt_growth_max: float = setting(
         9.0,
@@ -207,7 +207,7 @@ class CostConstants:
         1.0,
         1e9,
         "larger: the table is doubted more after surprises",
-        "",
+        "no tuning on record: the first value",
     )
     steps_before_longer: int = setting(
         8,
@@ -215,7 +215,7 @@ class CostConstants:
         0,
         10_000,
         "larger: without a profile drafts get longer more slowly",
-        "",
+        "no tuning on record: the first value",
     )
     cell_idle_steps: float = setting(
         2000.0,
@@ -223,7 +223,7 @@ class CostConstants:
         1.0,
         1e12,
         "larger: an old cost is believed for longer",
-        "",
+        "no tuning on record: the first value",
     )
     settled_steps: int = setting(
         48,
@@ -231,7 +231,7 @@ class CostConstants:
         0,
         1_000_000,
         "larger: gamma = 0 is checked later at each batch size",
-        "",
+        "no tuning on record: the first value",
     )
     clear_gain: float = setting(
         1.5,
@@ -239,7 +239,7 @@ class CostConstants:
         1.0,
         1000.0,
         "larger: gamma = 0 is checked even where drafting clearly gains",
-        "",
+        "no tuning on record: the first value",
     )
     stale_steps: int = setting(
         900,
@@ -247,7 +247,7 @@ class CostConstants:
         1,
         1_000_000,
         "larger: a stale cost is measured again later",
-        "",
+        "no tuning on record: the first value",
     )
     disagreement_max: float = setting(
         0.05,
@@ -255,7 +255,7 @@ class CostConstants:
         0.0,
         10.0,
         "larger: gamma = 0 is checked after larger errors only",
-        "",
+        "no tuning on record: the first value",
     )
     near_batch_octaves: float = setting(
         1.0,
@@ -263,7 +263,7 @@ class CostConstants:
         0.0,
         16.0,
         "larger: a step at gamma = 0 counts as a check for more batch sizes",
-        "",
+        "no tuning on record: the first value",
     )
     context_steps: float = setting(
         20.0,
@@ -271,7 +271,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: contexts by batch size follow later",
-        "",
+        "no tuning on record: the first value",
     )
     context_adapt_steps: float = setting(
         100.0,
@@ -279,7 +279,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: a batch size that returns keeps its old context for longer",
-        "",
+        "no tuning on record: the first value",
     )
     context_fade_steps: float = setting(
         2000.0,
@@ -287,7 +287,7 @@ class CostConstants:
         1.0,
         1e9,
         "larger: an unused context is believed for longer",
-        "",
+        "no tuning on record: the first value",
     )
     context_near_octaves: float = setting(
         0.5,
@@ -295,7 +295,7 @@ class CostConstants:
         1e-3,
         16.0,
         "larger: contexts of more distant batch sizes count",
-        "",
+        "no tuning on record: the first value",
     )
     context_neighbour_weight: float = setting(
         0.02,
@@ -303,7 +303,7 @@ class CostConstants:
         1e-9,
         1e6,
         "larger: few steps are corrected by the neighbours more",
-        "",
+        "no tuning on record: the first value",
     )
     context_overall_weight: float = setting(
         1e-3,
@@ -311,7 +311,7 @@ class CostConstants:
         1e-9,
         1e6,
         "larger: the mean of all batch sizes counts more",
-        "",
+        "no tuning on record: the first value",
     )
     prefill_memory_steps: float = setting(
         64.0,
@@ -319,7 +319,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: the price of prompts follows later",
-        "",
+        "no tuning on record: the first value",
     )
     prompt_memory_steps: float = setting(
         256.0,
@@ -327,7 +327,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: the number of prompt tokens follows later",
-        "",
+        "no tuning on record: the first value",
     )
     switch_memory: float = setting(
         50.0,
@@ -335,7 +335,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: the price of a switch follows later",
-        "",
+        "no tuning on record: the first value",
     )
     switch_prior: float = setting(
         4.0,
@@ -343,7 +343,7 @@ class CostConstants:
         0.0,
         1e6,
         "larger: the first switches count less",
-        "",
+        "no tuning on record: the first value",
     )
     switch_excess_max: float = setting(
         2.0,
@@ -351,7 +351,7 @@ class CostConstants:
         0.0,
         1000.0,
         "larger: an outlier makes switches dear",
-        "",
+        "argued: one outlier must not make the next 50 switches expensive",
     )
     switch_known: float = setting(
         8.0,
@@ -359,7 +359,7 @@ class CostConstants:
         0.0,
         1e6,
         "larger: switched steps are no evidence about costs for longer",
-        "",
+        "no tuning on record: the first value",
     )
     switch_skipped_max: int = setting(
         4,
@@ -367,7 +367,7 @@ class CostConstants:
         0,
         10_000,
         "larger: an arm that only ever runs after switches is learnt later",
-        "",
+        "no tuning on record: the first value",
     )
     wake_up_memory: float = setting(
         50.0,
@@ -375,7 +375,7 @@ class CostConstants:
         1.0,
         1e6,
         "larger: the price of waking a drafter follows later",
-        "",
+        "no tuning on record: the first value",
     )
     wake_up_prior_tokens: float = setting(
         1000.0,
@@ -383,7 +383,7 @@ class CostConstants:
         1.0,
         1e9,
         "larger: the profile's price counts for longer",
-        "",
+        "no tuning on record: the first value",
     )
     wake_up_prior: float = setting(
         4.0,
@@ -391,5 +391,5 @@ class CostConstants:
         0.0,
         1e6,
         "larger: less of the price is a fixed part",
-        "",
+        "no tuning on record: the first value",
     )
