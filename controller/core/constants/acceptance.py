@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class AcceptanceConstants:
-    """How much evidence counts, and when the traffic has shifted."""
+    """These set how much evidence counts, and when the traffic has shifted."""
 
     shift_exposures_min: float = setting(
         8.0,
@@ -165,7 +165,7 @@ class AcceptanceConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """When traffic counts as traffic that was seen before."""
+    """These set when traffic counts as traffic that was seen before."""
 
     remembered_states_max: int = setting(
         5,

@@ -7,7 +7,7 @@ from controller.core.constants.setting import setting
 
 @dataclass(frozen=True)
 class CostConstants:
-    """How live steps correct costs, and what they leave out."""
+    """These set how live steps correct costs, and what they leave out."""
 
     pace_rate: float = setting(
         0.1,

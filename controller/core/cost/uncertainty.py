@@ -201,7 +201,7 @@ class CostUncertainty:
 
 
 def near_buckets(sizes: NDArray[np.float64], near_octaves: float) -> NDArray[np.bool_]:
-    """Returns [buckets, buckets], whether two batch sizes are within so many octaves."""
+    """Returns [buckets, buckets], whether two batch sizes are within this number of octaves."""
     octaves = np.log2(sizes)
     is_near: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= near_octaves
     return is_near
