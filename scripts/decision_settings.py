@@ -18,7 +18,8 @@ _HEAD = """# Settings of the decision
 
 The constants of the decision are settings of the sidecar: keys below `planner:` in its file, and
 environment variables with the prefix `CONTROLLER_PLANNER__` ([settings](lifecycle.md#settings)).
-SIGHUP applies changes to all of them. `controller config` prints the values in force. The defaults
+SIGHUP applies changes at once; a value for the start of a session applies to new sessions.
+`controller config` prints the values in force. The defaults
 need no tuning to start; [tuning](tuning.md) says which ones to leave alone, and
 [decisions](decisions.md) says what they are for.
 

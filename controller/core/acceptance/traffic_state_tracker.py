@@ -253,9 +253,8 @@ class TrafficStateTracker:
             else:
                 distinct_states.append(remembered_state)
         distinct_states.sort(key=lambda remembered_state: remembered_state.last_step)
-        self._set_remembered(
-            [*distinct_states[-(self._settings.remembered_states_max - 1) :], state]
-        )
+        dropped = max(0, len(distinct_states) + 1 - self._settings.remembered_states_max)
+        self._set_remembered([*distinct_states[dropped:], state])
 
     def _set_remembered(self, states: list[TrafficState]) -> None:
         """Replaces the remembered states; reports update their odds after the next decision."""

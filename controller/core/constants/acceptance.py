@@ -49,22 +49,6 @@ class AcceptanceConstants:
         "larger: traffic that returns is believed for longer",
         "no tuning on record: the first value",
     )
-    shift_logit: float = setting(
-        1.5,
-        "logit",
-        1e-3,
-        20.0,
-        "larger: only larger shifts are found over all positions",
-        "no tuning on record: the first value",
-    )
-    shift_half_trust_exposures: float = setting(
-        8.0,
-        "exposures",
-        0.0,
-        1e6,
-        "larger: shifts are found later while evidence is little",
-        "no tuning on record: the first value",
-    )
     shift_prior_exposures: float = setting(
         3.0,
         "exposures",
@@ -170,7 +154,7 @@ class MemoryConstants:
     remembered_states_max: int = setting(
         5,
         "states",
-        0,
+        1,
         64,
         "larger: more kinds of traffic are recognised, at more work",
         "no tuning on record: the first value",
@@ -186,7 +170,7 @@ class MemoryConstants:
     state_half_trust_exposures: float = setting(
         8.0,
         "exposures",
-        0.0,
+        1e-6,
         1e6,
         "larger: states with little evidence are recognised later",
         "no tuning on record: the first value",

@@ -124,7 +124,7 @@ class CostConstants:
     scatter_start: float = setting(
         0.05,
         "log seconds",
-        0.0,
+        1e-6,
         10.0,
         "the scatter of steps before any is known",
         "no tuning on record: the first value",
@@ -132,7 +132,7 @@ class CostConstants:
     scatter_min: float = setting(
         0.01,
         "log seconds",
-        0.0,
+        1e-6,
         10.0,
         "larger: quiet machines are learnt more slowly",
         "no tuning on record: the first value",
@@ -356,7 +356,7 @@ class CostConstants:
     switch_known: float = setting(
         8.0,
         "switches",
-        0.0,
+        1.0,
         1e6,
         "larger: switched steps are no evidence about costs for longer",
         "no tuning on record: the first value",

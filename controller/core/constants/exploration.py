@@ -124,7 +124,7 @@ class ExplorationConstants:
     optimistic_acceptance: float = setting(
         0.8,
         "probability",
-        0.0,
+        0.01,
         0.999,
         "larger: more is expected of better traffic, so it is looked for more often",
         "argued: the acceptance of a drafter that fits its traffic",
@@ -156,7 +156,7 @@ class ExplorationConstants:
     look_step_share: float = setting(
         0.015,
         "share of steps",
-        0.0,
+        1e-6,
         1.0,
         "larger: more looks in calm traffic, even if they cost nothing",
         "argued: on some cost tables looks came every 12 steps without it",

@@ -94,7 +94,6 @@ class CostModel:
         shape = self._table.grid.shape
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
         self._same_drafter_arms = arms_of_same_drafter(arms)
-        self._is_near = near_buckets(self._table.sizes, settings.near_batch_octaves)
         self.use_settings(settings)
         self._features = cost_features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
@@ -126,8 +125,9 @@ class CostModel:
         self._refresh()
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Updates the bound on how far live steps may move the costs."""
+        """Uses these settings from now on and keeps what was learnt."""
         self._settings = settings
+        self._is_near = near_buckets(self._table.sizes, settings.near_batch_octaves)
         profiled_drift_max, prior_drift_max = (
             settings.cost_drift_max_profiled,
             settings.cost_drift_max_prior,
@@ -321,7 +321,7 @@ class CostModel:
         return self.steps - self._cell_last_step.item(cell)
 
     def _is_forgotten(self, arm: int) -> bool:
-        """Returns whether the arm's drafter has drafted, but not for self._settings.stale_steps."""
+        """Returns whether the arm's drafter has drafted, but not for `stale_steps`."""
         last_step = self._cell_last_step[self._same_drafter_arms[arm]].max(initial=0)
         return bool(0 < last_step <= self.steps - self._settings.stale_steps)
 

@@ -91,8 +91,8 @@ class CostUncertainty:
     update, 0: never; current_step: the present step.  cell_prior_variance: prior variance of a
     single cell's correction; step_variance: variance of one step.  disagreement: [buckets] error of
     the estimates (log seconds) found since gamma = 0 ran.  is_near: [buckets, buckets], which are
-    at similar batch sizes.  is_unprofiled: there is no
-    profile.  drift: [arms, buckets], factors by which live steps changed the table.
+    at similar batch sizes.  settings: those of the moment.  is_unprofiled: there is no profile.
+    drift: [arms, buckets], factors by which live steps changed the table.
     """
 
     features: NDArray[np.float64]
@@ -168,7 +168,7 @@ class CostUncertainty:
         return not any(np.count_nonzero(near_steps[arm]) for arm in off_arms)
 
     def stale_arms(self, bucket: int) -> NDArray[np.bool_]:
-        """Marks [arms] whose cost was last measured at least `self.settings.stale_steps` ago.
+        """Marks [arms] whose cost was last measured at least `stale_steps` ago.
 
         The last step at a similar batch size counts; if there is none, the last step at any batch
         size; for an arm that never ran, the last step of any arm that drafts.
@@ -184,7 +184,7 @@ class CostUncertainty:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
         The next longer one is marked only if the longest has run for at least
-        `self.settings.steps_before_longer` steps.
+        `steps_before_longer` steps.
         """
         is_sure = (
             self._decayed_evidence(np.array([bucket]))[:, 0] >= self.settings.steps_before_longer

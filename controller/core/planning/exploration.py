@@ -17,7 +17,7 @@ also what uses the budget up.
 *Age.*  The learnt cost of an arm that does not run may come from steps that something else made
 slow, and then the price of a probe is wrong, too.  An arm runs regardless of its price if it would
 be chosen at the table's cost ratio, its learnt cost is at least twice as high, and it was not
-measured for `STALE_STEPS`.
+measured for `stale_steps`.
 
 *Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see
 `observation_schedule`.

@@ -205,6 +205,14 @@ def test_a_drafter_without_measurements_is_never_silently_cheap():
     assert costs.extrapolated[4].all()
 
 
+def test_a_reload_of_the_settings_changes_which_batch_sizes_are_similar():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    observe(model, 0, 1, 100, TABLE[0][0])
+    assert model.uncertainty().is_off_due(2, gain=1.1)
+    model.use_settings(PlannerSettings(near_batch_octaves=16.0))
+    assert not model.uncertainty().is_off_due(2, gain=1.1)
+
+
 def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
     def due(model, buckets, gain=1.1):
         return [model.uncertainty().is_off_due(j, gain) for j in range(buckets)]
